@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
 
   A mean[kUnit], factor[kUnit], bias[kUnit];
   struct Loaded {
-    UnitBits<T> x;
-    UnitBits<T> residual;
+    UnitVec<T> x;
+    UnitVec<T> residual;
   };
   const auto apply = [&](const Loaded& loaded, int64_t element, int size) {
     return ApplyUnit(loaded.x, add, loaded.residual, mean, factor, bias, p.relu, mask, element,

@@ -47,12 +47,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
   A mean[kUnit], a[kUnit], b[kUnit], c[kUnit];
   struct Loaded {
-    UnitBits<T> x;
-    UnitBits<T> g;
+    UnitVec<T> x;
+    UnitVec<T> g;
     uint32_t bits;
   };
   const auto gradient = [&](const Loaded& loaded) {
-    return GradientUnit(loaded.x, SelectUnit(loaded.bits, loaded.g), mean, a, b, c);
+    return GradientUnit(loaded.x, loaded.g.Select(loaded.bits), mean, a, b, c);
   };
 
   SweepBack<kRows, Loaded>(

@@ -25,7 +25,7 @@ struct Pair {
 // elements after a cut are skipped: their g is 0, but their x is padding and their mean may be
 // infinite, so the product could be NaN.
 template <typename T>
-__device__ __forceinline__ void AddProducts(const UnitBits<T>& g, const UnitBits<T>& x,
+__device__ __forceinline__ void AddProducts(const UnitVec<T>& g, const UnitVec<T>& x,
                                             const ComputeType<T> (&mean)[kUnit], int size,
                                             Pair<ComputeType<T>> (&sums)[kUnit]) {
 #pragma unroll

@@ -78,16 +78,16 @@ __device__ __forceinline__ uint32_t ReadAcquire(const uint32_t* counter) {
 // must call it. Each pair of lanes exchanges a word, so that each of the two store instructions
 // fills the sectors that it touches.
 template <typename T>
-__device__ __forceinline__ void StorePairs(T* p, const UnitBits<T>& unit) {
+__device__ __forceinline__ void StorePairs(T* p, const UnitVec<T>& unit) {
   static_assert(sizeof(T) * kUnit == 32 || sizeof(T) == 2);
-  if constexpr (UnitBits<T>::kWords == 2) {
+  if constexpr (UnitVec<T>::kAccesses == 2) {
     const bool odd = threadIdx.x & 1;
-    const uint4 mine = odd ? unit.words[1] : unit.words[0];
-    const uint4 given = odd ? unit.words[0] : unit.words[1];
-    const uint4 got = Exchange(given, 1);
-    uint4* const first = reinterpret_cast<uint4*>(odd ? p - kUnit : p) + odd;
-    __stcs(first, odd ? got : mine);
-    __stcs(first + 2, odd ? mine : got);
+    const auto low = unit.Get(0), high = unit.Get(1);
+    const auto mine = odd ? high : low;
+    const auto got = Exchange(odd ? low : high, 1);
+    T* const first = odd ? p - kUnit + kUnit / 2 : p;
+    (odd ? got : mine).template Store<CacheHint::kStreaming>(first);
+    (odd ? mine : got).template Store<CacheHint::kStreaming>(first + kUnit);
   }
 }
 

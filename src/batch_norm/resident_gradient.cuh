@@ -32,7 +32,7 @@ struct GradientParams : GridParams {
 // threads are adjacent.
 template <typename T>
 struct GradientRing {
-  static constexpr int kWords = UnitBits<T>::kWords;  // of a unit of one array
+  static constexpr int kWords = UnitVec<T>::kAccesses;  // of a unit of one array
   static constexpr int kSlotBytes = kThreads * (2 * kWords * 16 + 4);
   static constexpr int kStep = 2 / kWords;  // units that are copied, and used, at a time
 };
@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
 
   // Raw bits as in memory, before the mask is applied.
   struct Loaded {
-    UnitBits<T> x;
-    UnitBits<T> g;
+    UnitVec<T> x;
+    UnitVec<T> g;
     uint32_t bits;
   };
   const auto load = [&](int64_t element) {
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     return loaded;
   };
   const auto select = [&](const Loaded& loaded) {
-    return kMask ? SelectUnit(loaded.bits, loaded.g) : loaded.g;
+    return kMask ? loaded.g.Select(loaded.bits) : loaded.g;
   };
   Loaded kept[kKept];
 #pragma unroll
@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     Loaded loaded;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-      loaded.x.words[w] = ring_word(slot, w);
-      loaded.g.words[w] = ring_word(slot, kWords + w);
+      loaded.x.Set(w, Unit<T>::Load(&ring_word(slot, w)));
+      loaded.g.Set(w, Unit<T>::Load(&ring_word(slot, kWords + w)));
     }
     loaded.bits = 0xff;
     if constexpr (kMask) {
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   A mean[kUnit];
   if (share.count > 0 || share.cut > 0) channels.Load(static_cast<const A*>(p.arrays.mean), mean);
   Pair<A> sums[kUnit];
-  const auto add = [&](const UnitBits<T>& unit, const UnitBits<T>& selected, int size) {
+  const auto add = [&](const UnitVec<T>& unit, const UnitVec<T>& selected, int size) {
     AddProducts(selected, unit, mean, size, sums);
   };
 #pragma unroll
@@ -243,11 +243,11 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) c[i] = fma(-a[i], c[i], more[i]);
   };
-  const auto gradient = [&](const UnitBits<T>& unit, const UnitBits<T>& selected) {
+  const auto gradient = [&](const UnitVec<T>& unit, const UnitVec<T>& selected) {
     return GradientUnit(unit, selected, mean, a, b, c);
   };
-  const auto put = [&](const UnitBits<T>& unit, const UnitBits<T>& selected, int64_t at) {
-    const UnitBits<T> result = gradient(unit, selected);
+  const auto put = [&](const UnitVec<T>& unit, const UnitVec<T>& selected, int64_t at) {
+    const UnitVec<T> result = gradient(unit, selected);
     if (kWords == 2 && together) {
       StorePairs(dx + at, result);
     } else {

@@ -21,6 +21,7 @@ namespace jax_fastops::cuda {
 
 // How a kernel expects the bytes that it accesses to be used later.
 enum class CacheHint {
+  kReadOnly,    // loads only (ld.nc): of what no thread of the kernel writes
   kDefault,     // may be read again soon, by this kernel or by the next one from L2
   kStreaming,   // accessed once (ld.cs, st.cs): evicted first, from L1 and from L2
   kNoAllocate,  // loads only: read once by this SM; bypasses L1, uses L2 as usual
@@ -92,6 +93,8 @@ __device__ __forceinline__ uint4 LoadBits(const void* p) {
     return __ldcs(address);
   } else if constexpr (kHint == CacheHint::kNoAllocate) {
     return LoadNoAllocate(address);
+  } else if constexpr (kHint == CacheHint::kReadOnly) {
+    return __ldg(address);
   } else if constexpr (kHint == CacheHint::kEvictFirst) {
     return LoadEvictFirst(address);
   } else {
@@ -101,7 +104,8 @@ __device__ __forceinline__ uint4 LoadBits(const void* p) {
 
 template <CacheHint kHint>
 __device__ __forceinline__ void StoreBits(void* p, uint4 bits) {
-  static_assert(kHint != CacheHint::kNoAllocate, "stores never allocate in L1");
+  static_assert(kHint != CacheHint::kNoAllocate && kHint != CacheHint::kReadOnly,
+                "stores never allocate in L1");
   uint4* address = static_cast<uint4*>(p);
   if constexpr (kHint == CacheHint::kStreaming) {
     __stcs(address, bits);
@@ -242,30 +246,69 @@ __device__ __forceinline__ void LoadParameter(const void* parameter, int64_t fir
 }
 
 // -------------------------------------------------------------------------------------------------
-// Elements of 1 to 16 bytes in a thread's registers. 16-bit elements stay packed, two to a
-// register, between the passes over them. As an array of elements they would take one register
-// each.
-template <typename T, int kBytes>
+// Elements of up to 16 bytes, or of a multiple of that, in a thread's registers. 16-bit elements
+// stay packed, two to a register, until they are used. As an array of elements they would take one
+// register each, and the compiler would unpack them right after the load, which waits for memory:
+// the next load would be issued only after that.
+template <typename T, int kBytes = 16>
 struct Vec {
   using A = ComputeType<T>;
-  using U = Unit<T, kBytes>;
-  using W = std::conditional_t<kBytes == 2, uint16_t, uint32_t>;
-  static constexpr int kSize = U::kSize;
+  using W =
+      std::conditional_t<kBytes == 1, uint8_t, std::conditional_t<kBytes == 2, uint16_t, uint32_t>>;
+  static constexpr int kAccess = kBytes < 16 ? kBytes : 16;  // bytes of a load or store
+  static constexpr int kAccesses = kBytes / kAccess;
+  using U = Unit<T, kAccess>;
+  static constexpr int kSize = kBytes / sizeof(T);
   static constexpr int kWords = kBytes / sizeof(W);
   static constexpr bool kPairs = sizeof(T) == 2 && kBytes > 2;
+  static_assert(kAccesses * kAccess == kBytes && kSize * sizeof(T) == kBytes);
 
   W words[kWords];
 
   Vec() = default;
-  explicit __device__ __forceinline__ Vec(const U& unit) { memcpy(words, unit.elements, kBytes); }
+  explicit __device__ __forceinline__ Vec(const U& unit) {
+    static_assert(kAccesses == 1);
+    memcpy(words, unit.elements, kBytes);
+  }
+  explicit __device__ __forceinline__ Vec(const T (&elements)[kSize]) {
+    memcpy(words, elements, kBytes);
+  }
 
   template <CacheHint kHint = CacheHint::kDefault>
   static __device__ __forceinline__ Vec Load(const void* p) {
-    return Vec(U::template Load<kHint>(p));
+    Vec v;
+#pragma unroll
+    for (int i = 0; i < kAccesses; ++i) {
+      v.Set(i, U::template Load<kHint>(static_cast<const char*>(p) + i * kAccess));
+    }
+    return v;
   }
   template <CacheHint kHint = CacheHint::kDefault>
   __device__ __forceinline__ void Store(void* p) const {
-    Get().template Store<kHint>(p);
+#pragma unroll
+    for (int i = 0; i < kAccesses; ++i) {
+      Get(i).template Store<kHint>(static_cast<char*>(p) + i * kAccess);
+    }
+  }
+
+  // The elements i for which has(i), one by one: at any address, and no others. Loads set the
+  // others to 0.
+  template <typename Has>
+  static __device__ __forceinline__ Vec LoadElements(const T* p, const Has& has) {
+    T elements[kSize];
+    memset(elements, 0, sizeof(elements));
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (has(i)) elements[i] = p[i];
+    }
+    return Vec(elements);
+  }
+  template <typename Has>
+  __device__ __forceinline__ void StoreElements(T* p, const Has& has) const {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (has(i)) p[i] = (*this)[i];
+    }
   }
 
   // Stores 16 bytes by one instruction. The compiler may split other stores.
@@ -274,10 +317,19 @@ struct Vec {
     cuda::StoreWord(p, Get());
   }
 
-  __device__ __forceinline__ U Get() const {
+  // The elements of an access.
+  __device__ __forceinline__ U Get(int access = 0) const {
     U unit;
-    memcpy(unit.elements, words, kBytes);
+    memcpy(unit.elements, words + access * (kWords / kAccesses), kAccess);
     return unit;
+  }
+  __device__ __forceinline__ void Set(int access, const U& unit) {
+    memcpy(words + access * (kWords / kAccesses), unit.elements, kAccess);
+  }
+  __device__ __forceinline__ T operator[](int i) const {
+    T elements[kSize];
+    memcpy(elements, words, kBytes);
+    return elements[i];
   }
 
   // Loads 16 bytes that are read once, or zeros without a load. The compiler does not know which,
@@ -295,10 +347,10 @@ struct Vec {
   }
 
   static __device__ __forceinline__ Vec Filled(T value) {
-    U unit;
+    T elements[kSize];
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) unit.elements[i] = value;
-    return Vec(unit);
+    for (int i = 0; i < kSize; ++i) elements[i] = value;
+    return Vec(elements);
   }
 
   __device__ __forceinline__ void Unpack(A (&values)[kSize]) const {
@@ -316,9 +368,8 @@ struct Vec {
         values[2 * i + 1] = both.y;
       }
     } else {
-      const U unit = Get();
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) values[i] = ToCompute(unit.elements[i]);
+      for (int i = 0; i < kSize; ++i) values[i] = ToCompute((*this)[i]);
     }
   }
 
@@ -335,11 +386,26 @@ struct Vec {
         memcpy(words + i, &pair, 4);
       }
     } else {
-      U unit;
+      T elements[kSize];
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) unit.elements[i] = FromCompute<T>(values[i]);
-      memcpy(words, unit.elements, kBytes);
+      for (int i = 0; i < kSize; ++i) elements[i] = FromCompute<T>(values[i]);
+      memcpy(words, elements, kBytes);
     }
+  }
+  static __device__ __forceinline__ Vec Packed(const A (&values)[kSize]) {
+    Vec v;
+    v.Pack(values);
+    return v;
+  }
+
+  // Keeps the elements whose bit is set, and sets the others to 0.
+  __device__ __forceinline__ Vec Select(uint32_t bits) const {
+    T elements[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      elements[i] = bits >> i & 1 ? (*this)[i] : FromCompute<T>(0);
+    }
+    return Vec(elements);
   }
 
   __device__ __forceinline__ PairOf<T> Pair(int i) const {
