@@ -5,6 +5,7 @@
 #include "attention/attention.h"
 #include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
+#include "core/cuda/vec.cuh"
 #include "core/philox.h"
 
 namespace jax_fastops::cuda {
@@ -73,7 +74,7 @@ constexpr int kRowsZeroed = 16;  // by a block
 struct ZeroParams {
   // Rows of 16-byte units, such as all heads of a position, and the lengths of the examples.
   struct Array {
-    uint4* data;
+    Unit<uint32_t>* data;
     const int32_t* lengths;
     int64_t rows, row_units, row_stride, batch_stride;
   };
@@ -88,10 +89,11 @@ __global__ void __launch_bounds__(kThreads) ZeroKernel(const __grid_constant__ Z
   const int64_t first = max(begin, int64_t{array.lengths[blockIdx.y]});
   const int64_t count = min(begin + kRowsZeroed, array.rows) - first;
   if (count <= 0) return;
-  uint4* const data = array.data + blockIdx.y * array.batch_stride + first * array.row_stride;
+  Unit<uint32_t>* const data =
+      array.data + blockIdx.y * array.batch_stride + first * array.row_stride;
   for (int64_t i = threadIdx.x; i < count * array.row_units; i += kThreads) {
     const int64_t row = i / array.row_units;
-    data[row * array.row_stride + i - row * array.row_units] = uint4{0, 0, 0, 0};
+    Unit<uint32_t>{}.Store(data + row * array.row_stride + i - row * array.row_units);
   }
   if (p.stats == nullptr) return;
   float* const stats = p.stats + blockIdx.y * p.heads * array.rows + first;
@@ -121,8 +123,9 @@ cudaError_t ZeroRows(const AttentionProblem& problem, const AttentionBuffers& bu
                      cudaStream_t stream) {
   const auto array = [&](void* data, int64_t rows, int64_t heads, const AttentionStrides& strides,
                          const int32_t* lengths) {
-    return ZeroParams::Array{static_cast<uint4*>(data), lengths,         rows,
-                             heads * problem.size / 8,  strides.row / 8, strides.batch / 8};
+    return ZeroParams::Array{
+        static_cast<Unit<uint32_t>*>(data), lengths,         rows,
+        heads * problem.size / 8,           strides.row / 8, strides.batch / 8};
   };
   const Prepared prepared = PreparedAt(problem, buffers.workspace);
   const int32_t *const lengths = prepared.q_lengths, *const kv_lengths = prepared.kv_lengths;

@@ -470,6 +470,11 @@ __device__ __forceinline__ int WordShift(const void* address) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(address) & 15);
 }
 
+// The aligned word that contains the address.
+__device__ __forceinline__ const uint4* WordOf(const void* address) {
+  return reinterpret_cast<const uint4*>(reinterpret_cast<uintptr_t>(address) & ~uintptr_t{15});
+}
+
 // Sets `out`, one word fewer than there are `words`, to the bytes that begin `shift` bytes (0 to
 // 15) after the beginning of `words`. `shift` is a multiple of kElement bytes.
 template <int kElement, int kWords, typename Out>
@@ -497,6 +502,22 @@ struct Shifted {
 
   uint4 words[kWords + 1];
   int shift;  // in bytes, from 0 to 15
+
+  Shifted() = default;
+  __device__ __forceinline__ Shifted(const uint4& low, const uint4& high, int shift)
+      : words{low, high}, shift(shift) {}
+
+  // Loads the words that contain the elements at any address. All of them must be readable.
+  explicit __device__ __forceinline__ Shifted(const void* address) : shift(WordShift(address)) {
+#pragma unroll
+    for (int i = 0; i <= kWords; ++i) words[i] = WordOf(address)[i];
+  }
+  // Whether these words are within an array.
+  static __device__ __forceinline__ bool IsReadable(const char* address, const char* begin,
+                                                    const char* end) {
+    const char* low = reinterpret_cast<const char*>(WordOf(address));
+    return low >= begin && low + 16 * (kWords + 1) <= end;
+  }
 
   // Loads elements of an aligned array, beginning with `first`. The word of the last one must lie
   // completely within the array: first + kSize - 1 < (the array's size, rounded down to words).
@@ -534,7 +555,8 @@ struct Shifted {
     memcpy(elements, words, sizeof(elements));
   }
 
-  __device__ __forceinline__ void Take(T (&elements)[kSize]) const {
+  template <typename Out>
+  __device__ __forceinline__ void Take(Out& elements) const {
     ShiftWords<sizeof(T)>(words, shift, elements);
   }
 };
