@@ -64,11 +64,11 @@ struct Tiles {
 template <typename T, int kSize, int kPairs>
 struct Lane {
   using A = ComputeType<T>;
-  using Bits = Word<kSize * sizeof(T)>;
+  using V = Vec<T, kSize * sizeof(T)>;
   static constexpr int kUnit = kSize, kElements = 2 * kSize * kPairs;
 
   struct Raw {
-    Bits bits[2 * kPairs];
+    V units[2 * kPairs];
   };
 
   const Tiles& t;
@@ -92,16 +92,14 @@ struct Lane {
 #pragma unroll
     for (int u = 0; u < 2 * kPairs; ++u) {
       const int at = At(u);
-      if (valid && at < t.head_size) raw.bits[u] = *reinterpret_cast<const Bits*>(head + at);
+      if (valid && at < t.head_size) raw.units[u] = V::Load(head + at);
     }
     return raw;
   }
 
   static __device__ __forceinline__ void Widen(const Raw& raw, A (&v)[kElements]) {
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      v[i] = ToCompute(ElementOf<T>(raw.bits[i / kSize], i % kSize));
-    }
+    for (int i = 0; i < kElements; ++i) v[i] = ToCompute(raw.units[i / kSize][i % kSize]);
   }
 
   __device__ __forceinline__ void Store(T* head, const A (&v)[kElements]) const {
@@ -109,10 +107,10 @@ struct Lane {
     for (int u = 0; u < 2 * kPairs; ++u) {
       const int at = At(u);
       if (at >= t.head_size) continue;
-      Unit<T, kSize * sizeof(T)> unit;
+      A values[kSize];
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) unit.elements[i] = FromCompute<T>(v[u * kSize + i]);
-      unit.Store(head + at);
+      for (int i = 0; i < kSize; ++i) values[i] = v[u * kSize + i];
+      V::Packed(values).Store(head + at);
     }
   }
 
