@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kNormLongThreads, 1024 / kNormLongThreads)
     using A = typename Row::A;
     constexpr int kSize = Row::kSize, kUnits = Row::kUnits;
     __shared__ typename Row::Scratch scratch;
-    extern __shared__ uint4 kept[];
+    extern __shared__ __align__(16) char kept[];
     int phase = 0;
     scratch.Begin();
 
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kNormLongThreads, 1024 / kNormLongThreads)
     };
     fetch();
     KeptParameter<Row> input_bias, scale, bias;
-    char* next = reinterpret_cast<char*>(kept);
+    char* next = kept;
     input_bias.Keep(p.input_bias, row, next);
     scale.Keep(p.scale, row, next);
     bias.Keep(p.bias, row, next);
