@@ -83,11 +83,11 @@ __device__ __forceinline__ void StorePairs(T* p, const UnitVec<T>& unit) {
   if constexpr (UnitVec<T>::kAccesses == 2) {
     const bool odd = threadIdx.x & 1;
     const auto low = unit.Get(0), high = unit.Get(1);
-    const auto mine = odd ? high : low;
-    const auto got = Exchange(odd ? low : high, 1);
+    const auto mine = Choose(odd, high, low);
+    const auto got = Exchange(Choose(odd, low, high), 1);
     T* const first = odd ? p - kUnit + kUnit / 2 : p;
-    (odd ? got : mine).template Store<CacheHint::kStreaming>(first);
-    (odd ? mine : got).template Store<CacheHint::kStreaming>(first + kUnit);
+    Choose(odd, got, mine).template Store<CacheHint::kStreaming>(first);
+    Choose(odd, mine, got).template Store<CacheHint::kStreaming>(first + kUnit);
   }
 }
 

@@ -179,6 +179,17 @@ __device__ __forceinline__ Unit<U> Reinterpret(const Unit<T>& unit) {
   return other;
 }
 
+// `a` if the condition holds, otherwise `b`. Written as a conditional expression, the compiler
+// would choose between their addresses, and keep both in local memory.
+template <typename T, int kBytes>
+__device__ __forceinline__ Unit<T, kBytes> Choose(bool condition, const Unit<T, kBytes>& a,
+                                                  const Unit<T, kBytes>& b) {
+  Unit<T, kBytes> chosen;
+#pragma unroll
+  for (int i = 0; i < chosen.kSize; ++i) chosen[i] = condition ? a[i] : b[i];
+  return chosen;
+}
+
 // Kernels compute in float, and in double for double. Conversions to the compute type are exact;
 // conversions back round to nearest even. Subnormals are kept.
 template <typename T>
