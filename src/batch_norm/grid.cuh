@@ -16,7 +16,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "batch_norm/fold.cuh"
 #include "batch_norm/geometry.cuh"

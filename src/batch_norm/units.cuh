@@ -6,9 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <cstring>
 #include <limits>
-#include <type_traits>
 
 #include "batch_norm/geometry.cuh"
 #include "core/cuda/launch.h"

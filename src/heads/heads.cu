@@ -29,7 +29,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #include "core/alignment.h"
 #include "core/cuda/dispatch.cuh"

@@ -8,10 +8,10 @@
 #define JAX_FASTOPS_NORM_FORWARD_LONG_CUH_
 
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
 #include "core/cuda/group.cuh"
+#include "core/cuda/math.cuh"
 #include "core/cuda/vec.cuh"
 #include "norm/forward_row.cuh"
 #include "norm/plan.h"

@@ -11,12 +11,10 @@
 #define JAX_FASTOPS_NORM_FORWARD_ROW_CUH_
 
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
 #include "core/cuda/group.cuh"
 #include "core/cuda/kept.cuh"
-#include "core/cuda/math.cuh"
 #include "core/cuda/vec.cuh"
 #include "norm/plan.h"
 #include "norm/shape.h"

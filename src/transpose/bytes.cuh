@@ -3,7 +3,6 @@
 #define JAX_FASTOPS_TRANSPOSE_BYTES_CUH_
 
 #include <cstdint>
-#include <cstring>
 
 #include "core/cuda/divide.cuh"
 #include "core/cuda/vec.cuh"
