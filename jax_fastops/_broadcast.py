@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastops._dispatch import Refused, row_features
-from jax_fastops._kernel import Kernel, partitions, shards_of, without_large_copies
+from jax_fastops._kernel import Kernel, partitions, without_large_copies
 from jax_fastops._native import limit
+from jax_fastops._shards import shards_of
 from jax_fastops._views import explicit_spec, reshape, spec_of
 
 _WORKSPACE = 8  # elements per element of workspace

@@ -273,36 +273,6 @@ def partitions() -> int:
     return _context.devices
 
 
-def shards_of(length, axis, sharding, shortest: int) -> int:
-    """The number of equal shards into which a dimension is cut, or may be cut.
-
-    ``axis`` is the dimension's entry in the partition spec, if that is part of the type. With Auto
-    mesh axes the sharding is unknown while tracing: there may be as many shards as devices, as far
-    as none is shorter than ``shortest``.
-    """
-    mesh = sharding.mesh
-    known = parts_of(axis, sharding)
-    explicit = not mesh.empty and AxisType.Explicit in mesh.axis_types
-    if (explicit and AxisType.Auto not in mesh.axis_types) or not isinstance(length, int):
-        return known
-    rest = length // known
-    most = math.gcd(rest, partitions())
-    fits = (n for n in range(1, most + 1) if most % n == 0 and (n == 1 or rest >= shortest * n))
-    return known * max(fits)
-
-
-def groups_of(lead, spec: tuple | None, sharding) -> tuple:
-    """Leading dimensions for groups of the indices of ``lead``, which are summed by group.
-
-    In a program for one device, there are none, for one group. In a program that XLA may partition,
-    the dimensions stay, so that their shards stay whole, and the last of them becomes the number of
-    its shards. ``spec`` and ``sharding`` are of an array that begins with these dimensions.
-    """
-    if not lead or (spec is None and partitions() == 1):
-        return ()
-    return (*lead[:-1], shards_of(lead[-1], spec and spec[len(lead) - 1], sharding, 1))
-
-
 def mapped_axis(operands, dims) -> tuple[Any, Any, Any]:
     """The size of a mapped axis; its mesh axis and a sharding if that is part of the type."""
     pairs = [(x, d) for x, d in zip(operands, dims, strict=True) if d is not None]

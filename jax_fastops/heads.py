@@ -24,294 +24,35 @@ from jax_fastops._arguments import (
     epsilon,
     integer,
     one_of,
-    placed,
-    selected,
 )
-from jax_fastops._broadcast import add, of_rank
-from jax_fastops._dispatch import Refused, by_width
-from jax_fastops._kernel import Kernel, shards_of, size_of
+from jax_fastops._broadcast import of_rank
+from jax_fastops._dispatch import by_width
+from jax_fastops._heads_kernels import (
+    MERGE,
+    ORDERS,
+    ROTARY,
+    ROTARY_BACK,
+    SPLIT,
+    rotary_backward,
+    rotary_forward,
+    split_backward,
+    split_forward,
+)
+from jax_fastops._heads_reference import (
+    add_bias,
+    rotary_pullback,
+    rotary_pushforward,
+    rotary_reference,
+    split_and_rotate,
+    split_pullback,
+    split_reference,
+)
 from jax_fastops._native import limit
 from jax_fastops._op import Op
 from jax_fastops._registry import example, register
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import explicit_spec, merge, merge_last, spec_of, split, split_last
+from jax_fastops._views import merge_last, spec_of, split_last
 from jax_fastops.transpose import is_movable, permute
-
-# The approximate number of rows in one partial sum of the bias gradient. Fewer rows mean more
-# traffic for the sums. More rows leave too few thread blocks when the batch is small.
-_SUM_ROWS = 128
-# For a shorter sequence, moving the partial sums costs more than reading the cotangents again.
-_FEWEST_ROWS = 3
-# For fewer, the gradient of the reference's bias is a sum of padded arrays, as in plain JAX: a GPU
-# sums a concatenation of few rows up to 2.3 times as slowly.
-_FEW_TOKENS = 32
-
-
-# ---- kernels -------------------------------------------------------------------------------------
-
-
-_SPLIT = Kernel.declare(
-    "split_heads",
-    "x: ... *s f, bias?: f :acc? -> q: ... h *s d, k?: ... h *s d, v?: ... h *s d",
-)
-_MERGE = Kernel.declare(
-    "merge_heads", "q: ... h *s d, k?: ... h *s d, v?: ... h *s d -> x: ... *s f"
-)
-# Merges, and writes p partial sums for each of the g groups of s rows.
-_MERGE_AND_SUM = Kernel.declare(
-    "merge_heads",
-    "q: ... h *g s d, k?: ... h *g s d, v?: ... h *g s d -> x: ... *g s f, sums: ... *g p f :acc",
-)
-
-
-# Heads before or after the sequence, by ``heads_first``.
-_ORDERS = {True: "{h} {s} {d}", False: "{s} {h} {d}"}
-
-
-def _parts(order: str, rows: str) -> str:
-    return ", ".join(
-        f"{part}: ... " + order.format(h=heads, s=rows, d="d")
-        for part, heads in zip("qkv", "hnn", strict=True)
-    )
-
-
-_ROTARY_OPTIONS = dict(interleaved=np.bool_, heads_first=np.bool_, eps=np.float64)
-_ROTARY = {
-    first: Kernel.declare(
-        "rotary_heads",
-        "x: ... *s f, bias?: f :acc?, q_scale?: d :acc?, k_scale?: d :acc?, turns?: ~... *s r :acc "
-        f"-> {_parts(order, '*s')}",
-        **_ROTARY_OPTIONS,
-    )
-    for first, order in _ORDERS.items()
-}
-
-
-def _rotary_back(order: str, rows: str) -> Kernel:
-    """With groups of rows, the kernel writes p partial sums for each group."""
-    sums = ", bias_sums?: ... *g p f :acc, scale_sums?: ... *g p m :acc"
-    return Kernel.declare(
-        "rotary_heads_bwd",
-        f"{_parts(order, rows)}, x?: ... {rows} f, bias?: f :acc?, q_scale?: d :acc?, "
-        f"k_scale?: d :acc?, turns?: ~... {rows} r :acc -> "
-        f"dx: ... {rows} f{sums * ('g' in rows)}",
-        **_ROTARY_OPTIONS,
-    )
-
-
-# By ``heads_first``, and whether there are sums.
-_ROTARY_BACK = {
-    (first, sums): _rotary_back(order, "*g s" if sums else "*s")
-    for first, order in _ORDERS.items()
-    for sums in (False, True)
-}
-
-
-def _split(x, bias, *, num_heads: int, parts: int, **_):
-    head_size, several = x.shape[-1] // (parts * num_heads), parts > 1
-    return tuple(_SPLIT(x, bias, k=several, v=several, h=num_heads, d=head_size)[:parts])
-
-
-def _merge(residuals, cts, needs_grad, *, num_heads: int, parts: int):
-    """The gradients of x and of the bias, in one pass over the cotangents."""
-    del residuals
-    sequence, head_size = cts[0].shape[-2:]
-    features = parts * num_heads * head_size
-    if not needs_grad[0]:
-        raise Refused("only the gradient of the bias is needed, a sum")
-    if not needs_grad[1] or sequence < _FEWEST_ROWS:
-        dx = _MERGE(*cts, f=features).x
-        return dx, _sum_rows(dx) if needs_grad[1] else None
-    rows = _rows_of_sums(cts[0], -2)
-    grouped = (_grouped(ct, ct.ndim - 2, rows) for ct in cts)
-    dx, sums = _MERGE_AND_SUM(*grouped, f=features, p=-(-rows // _SUM_ROWS))
-    return merge(dx, dx.ndim - 3), sums.sum(tuple(range(sums.ndim - 1)))
-
-
-def _rows_of_sums(ct, axis: int) -> int:
-    """The rows in a group of a cotangent, whose sequence is ``axis``."""
-    kind = jax.typeof(ct).sharding
-    spec = explicit_spec(kind, ct.ndim)
-    sequence = ct.shape[axis]
-    return _group_rows(sequence // shards_of(sequence, spec and spec[axis], kind, 32))
-
-
-def _grouped(x, axis: int, rows: int):
-    """The sequence as two dimensions: groups, and the rows of a group."""
-    return split(x, axis, (x.shape[axis] // rows, rows))
-
-
-def _rotary_forward(x, *arrays, heads: int, kv_heads: int, size: int, **options):
-    kernel = _ROTARY[options["heads_first"]]
-    return tuple(kernel(x, *arrays, h=heads, n=kv_heads, d=size, **options))
-
-
-def _rotary_backward(residuals, cts, needs_grad, *, heads, kv_heads, size, **options):
-    x, bias, q_scale, k_scale, turns = residuals
-    first = options["heads_first"]
-    axis = -2 if first else -3
-    if any(needs_grad[1:]) and cts[0].shape[axis] < _FEWEST_ROWS:
-        raise Refused(f"gradients of parameters are sums over fewer than {_FEWEST_ROWS} positions")
-    needs_bias, *needs_scales = needs_grad[1:4]
-    # Heads share the sum of their scale's gradient, unless a bias has sums, too.
-    per_sum = 1 if needs_bias else limit("rotary_heads_per_sum")
-    q_sums, k_sums = (-(-n // per_sum) for n in (heads, kv_heads))
-    sizes: dict[str, Any] = dict(h=heads, n=kv_heads, d=size, f=(heads + 2 * kv_heads) * size)
-    if summing := bool(needs_bias or any(needs_scales)):
-        rows = _rows_of_sums(cts[0], axis)
-        cts = [_grouped(ct, ct.ndim + axis, rows) for ct in cts]
-        x, turns = (None if a is None else _grouped(a, a.ndim - 2, rows) for a in (x, turns))
-        run = _SUM_ROWS if needs_bias else _SUM_ROWS // 2  # the sums of scales are small
-        sizes |= dict(p=-(-rows // run), m=(q_sums + k_sums) * size)
-        sizes |= dict(bias_sums=needs_bias, scale_sums=any(needs_scales))
-    parameters = bias, q_scale, k_scale
-    kernel = _ROTARY_BACK[first, summing]
-    result = kernel(*cts, x, *parameters, turns, **sizes, **options)
-    dbias = dq = dk = None
-    if needs_bias:
-        dbias = result.bias_sums.sum(tuple(range(result.bias_sums.ndim - 1)))
-    if any(needs_scales):
-        parts = jnp.split(result.scale_sums, (q_sums * size,), axis=-1)
-        dq, dk = (
-            split_last(part, (part.shape[-1] // size, size)).sum(tuple(range(part.ndim)))
-            for part in parts
-        )
-    dx = merge(result.dx, result.dx.ndim - 3) if summing else result.dx
-    return dx, dbias, dq, dk, None
-
-
-def _group_rows(sequence: int) -> int:
-    """The number of rows in a group, which no shard boundary may cut.
-
-    The largest divisor of the (local) sequence up to ``_SUM_ROWS``. If that is small, the whole
-    sequence is one group.
-    """
-    largest = max(n for n in range(1, min(sequence, _SUM_ROWS) + 1) if sequence % n == 0)
-    return largest if 4 * largest >= _SUM_ROWS else sequence
-
-
-# ---- references ----------------------------------------------------------------------------------
-
-
-def _add_bias(x, bias):
-    return x if bias is None else add(x, bias)
-
-
-def _split_reference(x, bias, *, num_heads: int, parts: int, **_):
-    x = _add_bias(x, bias)
-    head_size = x.shape[-1] // (parts * num_heads)
-    if parts == 1:
-        return jnp.swapaxes(split_last(x, (num_heads, head_size)), -3, -2)
-    few = bias is not None and size_of(x) < _FEW_TOKENS * size_of(bias)
-    x = split_last(x, (parts, num_heads, head_size))
-    if few:
-        pieces = [jax.lax.index_in_dim(x, i, x.ndim - 3, keepdims=False) for i in range(parts)]
-    else:  # the gradient of indexing adds zeros, which turns -0 into +0
-        pieces = [jnp.squeeze(p, -3) for p in jax.lax.split(x, (1,) * parts, axis=x.ndim - 3)]
-    return tuple(jnp.swapaxes(piece, -3, -2) for piece in pieces)
-
-
-def _sum_rows(dx):
-    """The bias gradient, in the accumulator dtype.
-
-    From dx, whose rows are contiguous: XLA sums these much faster than the rows of each head.
-    """
-    return dx.astype(accumulator_dtype(dx.dtype)).sum(tuple(range(dx.ndim - 1)))
-
-
-def _pullback(residuals, cts, **_):
-    del residuals
-    dx = merge_last(jnp.stack([jnp.swapaxes(ct, -3, -2) for ct in cts], axis=-3), 3)
-    return dx, _sum_rows(dx) if jnp.issubdtype(dx.dtype, jnp.inexact) else None
-
-
-def _in_wide(x):
-    """``x`` in the accumulator dtype, unless it is no floating-point array."""
-    floating = jnp.issubdtype(x.dtype, jnp.floating)
-    return x.astype(accumulator_dtype(x.dtype)) if floating else x
-
-
-def _cos_and_sin(turns) -> tuple:
-    """The two halves of an array of :func:`_turns`."""
-    return (None, None) if turns is None else tuple(jnp.split(turns, 2, axis=-1))
-
-
-def _rotated(x, cos, sin, interleaved: bool):
-    """Rotates the first elements of each head of ``[..., sequence, heads, size]``."""
-    pairs = cos.shape[-1]
-    cos, sin = jnp.expand_dims(cos, -2), jnp.expand_dims(sin, -2)
-    turned, rest = x, []
-    if 2 * pairs < x.shape[-1]:
-        turned, *rest = jnp.split(x, (2 * pairs,), axis=-1)
-    if interleaved:
-        a, b = turned[..., ::2], turned[..., 1::2]
-    else:
-        a, b = jnp.split(turned, 2, axis=-1)
-    parts = [a * cos - b * sin, b * cos + a * sin]
-    if interleaved:
-        parts = [merge_last(jnp.stack(parts, axis=-1))]
-    return jnp.concatenate(parts + rest, axis=-1)
-
-
-def _normalized(x, scale, eps: float):
-    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-    return x * rstd * scale.astype(x.dtype)
-
-
-def _rotary_reference(*args, **options):
-    *others, turns = args
-    return _split_and_rotate(*others, *_cos_and_sin(turns), **options)
-
-
-def _split_and_rotate(
-    x, bias, q_scale, k_scale, cos, sin, *, heads, kv_heads, size, interleaved, heads_first, eps
-):
-    wide = _in_wide(x)
-    wide = wide if bias is None else wide + bias.astype(wide.dtype)
-    sizes = (heads, kv_heads, kv_heads)
-    # The first dimension of size 1 lets split_last gather sharded features.
-    wide = jnp.squeeze(split_last(wide, (1, sum(sizes), size)), -3)
-    parts = jax.lax.split(wide, sizes, axis=wide.ndim - 2)
-    results = []
-    for part, scale in zip(parts, (q_scale, k_scale, None), strict=True):
-        if scale is not None:
-            part = _normalized(part, scale, eps)
-        if cos is not None and len(results) < 2:
-            part = _rotated(part, cos, sin, interleaved)
-        part = part.astype(x.dtype)
-        results.append(jnp.swapaxes(part, -3, -2) if heads_first else part)
-    return tuple(results)
-
-
-def _rotary_pullback(residuals, cts, **options):
-    x, *_, turns = residuals
-    if x is not None:
-
-        def of(*args):
-            return _rotary_reference(*args, turns, **options)
-
-        return *jax.vjp(of, *residuals[:4])[1](tuple(cts)), None
-    parts = [ct if not options["heads_first"] else jnp.swapaxes(ct, -3, -2) for ct in cts]
-    if turns is not None:
-        parts = [_in_wide(part) for part in parts]
-        cos, sin = _cos_and_sin(turns)
-        parts[:2] = (_rotated(part, cos, -sin, options["interleaved"]) for part in parts[:2])
-    wide = merge_last(jnp.concatenate(parts, axis=-2))
-    dbias = _sum_rows(wide) if jnp.issubdtype(wide.dtype, jnp.inexact) else None
-    return wide.astype(cts[0].dtype), dbias, None, None, None
-
-
-def _rotary_pushforward(residuals, tangents, **options):
-    x, *_, turns = residuals
-    if x is None:  # linear
-        return _rotary_reference(*tangents[:4], turns, **options)
-    moving = [t is not None for t in tangents[:4]]
-
-    def of(*chosen):
-        return _rotary_reference(*placed(chosen, moving, residuals[:4]), turns, **options)
-
-    return jax.jvp(of, selected(residuals[:4], moving), selected(tangents[:4], moving))[1]
-
 
 # ---- ops -----------------------------------------------------------------------------------------
 
@@ -324,20 +65,20 @@ def _declare(name: str, parts: int) -> Op:
     return Op(
         name,
         f"... *s f, f -> {results}",
-        _split_reference,
+        split_reference,
         family="heads",
         example=example(
             lambda x, bias: globals()[name](x, bias, num_heads=3),
             "b s f, f",
             **_SIZES | {"f": (192 * parts, 15 * parts)},
         ),
-        kernels=(_SPLIT, _MERGE),
-        forward=_split,
+        kernels=(SPLIT, MERGE),
+        forward=split_forward,
         residuals=lambda args, outs, saved: (),
-        pullback=_pullback,
-        pushforward=lambda residuals, tangents, **options: _split_reference(*tangents, **options),
-        backward=_merge,
-        tangent=lambda residuals, tangents, **options: _split(*tangents, **options),
+        pullback=split_pullback,
+        pushforward=lambda residuals, tangents, **options: split_reference(*tangents, **options),
+        backward=split_backward,
+        tangent=lambda residuals, tangents, **options: split_forward(*tangents, **options),
         dtype_class=by_width,
         shared={"bias": 1},
     )
@@ -364,15 +105,15 @@ def _rotary_example(x, scale):
 _ROTARY_OP = Op(
     "split_qkv_heads_rotary",
     "... *s f, f, d, d, ~... *s r -> ... h *s d, ... n *s d, ... n *s d",
-    _rotary_reference,
+    rotary_reference,
     family="heads",
     example=example(_rotary_example, "b s f, d", **_SIZES, f=(512, 40), d=(64, 5)),
-    kernels=(_ROTARY[True], _ROTARY_BACK[True, False]),
-    forward=_rotary_forward,
+    kernels=(ROTARY[True], ROTARY_BACK[True, False]),
+    forward=rotary_forward,
     residuals=_rotary_residuals,
-    pullback=_rotary_pullback,
-    pushforward=_rotary_pushforward,
-    backward=_rotary_backward,
+    pullback=rotary_pullback,
+    pushforward=rotary_pushforward,
+    backward=rotary_backward,
     data=(4,),
     dtype_class=by_width,
     shared={"bias": 1, "q_scale": 2, "k_scale": 3},
@@ -388,10 +129,10 @@ def _apply(name: str, x, bias, num_heads, parts: int) -> Any:
     x, bias, num_heads, head_size, _ = _check(name, x, bias, num_heads, parts)
     options: dict[str, Any] = dict(num_heads=num_heads, parts=parts)
     if not is_movable(x.dtype):
-        return _split_reference(x, bias, **options)
+        return split_reference(x, bias, **options)
     if parts == 1 and (bias is None or (spec_of(x) or (None,))[-1] is not None):
         # XLA adds the bias, and a transposition remains.
-        return _swap(split_last(_add_bias(x, bias), (num_heads, head_size)))
+        return _swap(split_last(add_bias(x, bias), (num_heads, head_size)))
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.astype(accumulator_dtype(x.dtype))
     results = ", ".join([f"... {num_heads} *s {head_size}"] * parts)
@@ -585,12 +326,12 @@ def _split_rotary(qkv, bias, num_heads, kv_heads, rotary, scales, eps, interleav
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.astype(accumulator_dtype(x.dtype))
     turned = 0 if cos is None else 2 * cos.shape[-1]
-    order = "... " + _ORDERS[heads_first]
+    order = "... " + ORDERS[heads_first]
     results = (order.format(h=h, s="*s", d=size) for h in (num_heads, kv_heads, kv_heads))
     args = x, bias, q_scale, k_scale, cos, sin
     options: dict[str, Any] = dict(heads=num_heads, kv_heads=kv_heads, size=size)
     options |= dict(interleaved=interleaved, heads_first=heads_first, eps=eps)
-    reference = functools.partial(_split_and_rotate, **options)
+    reference = functools.partial(split_and_rotate, **options)
     if not is_movable(x.dtype):
         return reference(*args)
     features = x.shape[-1]

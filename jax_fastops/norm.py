@@ -10,177 +10,22 @@ rows of common lengths, and comes before them for others.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, epsilon, not_weak, parameter, same_floating_dtype
 from jax_fastops._dispatch import row_features
-from jax_fastops._kernel import Kernel, groups_of, shards_of
 from jax_fastops._native import limit
+from jax_fastops._norm_kernels import BACKWARDS, FORWARDS, backward, forward
 from jax_fastops._op import Op
-from jax_fastops._random import NUMBERS, Drop, drop_of, seed_operands, seeded
+from jax_fastops._random import Drop, drop_of
 from jax_fastops._registry import example, example_key
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._types import Flag, fans_out, sums_and_fans_out
-from jax_fastops._views import mesh_axes, reshape, spec_of
 from jax_fastops.dropout import drop_reference, dropped
-
-# ---- kernels -------------------------------------------------------------------------------------
-
-
-def _forward_kernel(dropout: bool) -> Kernel:
-    """With dropout, the kernel also takes what gives rows their seeds."""
-    seeds = f", {seed_operands()}" * dropout
-    return Kernel.declare(
-        "norm",
-        f"x: ... n, residual?: ... n, input_bias?: n :acc?, scale?: n :acc?, bias?: n :acc?{seeds} "
-        "-> y: ... n, sum?: ... n, mean?: ... :acc, rstd?: ... :acc, "
-        "workspace?: ... ceil(n/1024) :acc",
-        rms=np.bool_,
-        eps=np.float64,
-        **(NUMBERS if dropout else {}),
-    )
-
-
-def _backward_kernel(rows: str, dropout: bool) -> Kernel:
-    """``rows`` are the dimensions of the rows that are summed together."""
-    seeds, dresidual = f", {seed_operands(rows)}", f"dresidual?: ... {rows} n, "
-    return Kernel.declare(
-        "norm_bwd",
-        f"dy: ... {rows} n, s: ... {rows} n, mean?: ... {rows} :acc, rstd: ... {rows} :acc, "
-        f"scale?: n :acc?, dsum?: ... {rows} n, dy2?: ... {rows} n{seeds * dropout} -> "
-        f"dx: ... {rows} n, {dresidual * dropout}"
-        "dscale?: ... sums n :acc, dbias?: ... sums n :acc, dinput_bias?: ... sums n :acc",
-        rms=np.bool_,
-        **(NUMBERS if dropout else {}),
-    )
-
-
-_FORWARDS = {dropout: _forward_kernel(dropout) for dropout in (False, True)}
-# By whether they have sums, and dropout.
-_BACKWARDS = {
-    (sums, dropout): _backward_kernel("r" * sums, dropout)
-    for sums in (False, True)
-    for dropout in (False, True)
-}
-
-
-def _forward(*args, rms, eps, return_sum, fanout, save=False, **drop):
-    x, residual, input_bias, *_ = args
-    summed = residual is not None or input_bias is not None or bool(drop)
-    n = x.shape[-1]
-
-    def call(*args, **seeds):
-        result = _FORWARDS[bool(drop)](
-            *args[:5],
-            **seeds,
-            **drop,
-            sum=return_sum or (save and summed),
-            mean=save and not rms,
-            rstd=save,
-            workspace=not isinstance(n, int) or n > limit("norm_workspace"),
-            rms=rms,
-            eps=eps,
-        )
-        results = (result.y,) * (1 + fanout) + (result.sum, result.mean, result.rstd)
-        return tuple(y for y in results if y is not None)
-
-    return seeded(call, *args) if drop else call(*args)
-
-
-def _backward(residuals, cts, needs_grad, *, eps, **options):
-    del eps
-    if "threshold" not in options:
-        return _kernel_gradients(residuals, cts, needs_grad, {}, **options)
-    count = len(residuals) - 1
-
-    def native(*arrays, **seeds):
-        return _kernel_gradients(arrays[:count], arrays[count:-1], needs_grad, seeds, **options)
-
-    return *seeded(native, *residuals[:-1], *cts, residuals[-1]), None
-
-
-def _kernel_gradients(residuals, cts, needs_grad, seeds, *, rms, return_sum, fanout, **drop):
-    s, scale, *mean, rstd = residuals
-    _, needs_residual, needs_input_bias, needs_scale, needs_bias, *_ = needs_grad
-    summing = bool(needs_input_bias or needs_scale or needs_bias)
-    split, join, sums = _groups(cts[0]) if summing else (lambda a: a, lambda a: a, 0)
-    dropout: dict[str, Any] = {}
-    if drop:
-        seeds = {name: split(x) if name == "seeds" else x for name, x in seeds.items()}
-        dropout = dict(drop, **seeds, dresidual=needs_residual)
-    result = _BACKWARDS[summing, bool(drop)](
-        dy=split(cts[0]),
-        s=split(s),
-        mean=split(mean[0]) if mean else None,
-        rstd=split(rstd),
-        scale=scale,
-        dsum=split(cts[-1]) if return_sum else None,
-        dy2=split(cts[1]) if fanout else None,
-        dscale=needs_scale,
-        dbias=needs_bias,
-        dinput_bias=needs_input_bias,
-        sums=sums,
-        rms=rms,
-        **dropout,
-    )
-    partial = result.dinput_bias, result.dscale, result.dbias
-    parameters = (None if g is None else g.sum(tuple(range(g.ndim - 1))) for g in partial)
-    dx = join(result.dx)
-    if not drop:
-        return dx, dx, *parameters
-    return dx, None if result.dresidual is None else join(result.dresidual), *parameters
-
-
-def _groups(x) -> tuple[Callable, Callable, int]:
-    """The view ``[..., r, n]`` of the rows of ``x`` for the backward kernel, in groups of rows.
-
-    Returns a function that reshapes arrays, or values of each row, into the view, one that reshapes
-    arrays back, and the number of partial sums for each index of ``...``.
-    """
-    shape = x.shape if x.ndim > 1 else (1, *x.shape)
-    spec = spec_of(x)
-    spec = spec if spec is None or x.ndim > 1 else (None, *spec)
-    (*lead, n), kind = shape, jax.typeof(x).sharding
-    groups = groups_of(lead, spec, kind)
-    # The groups on one device, if auto mesh axes shard them over as many devices as they can.
-    apart = math.prod(groups)
-    apart //= shards_of(apart, spec and mesh_axes(*spec[:-1]), kind, 1)
-    groups = (*groups, lead[-1] // groups[-1] if groups else math.prod(lead))
-
-    def split(a):
-        own = a.shape[x.ndim - 1 :]
-        if spec is None:
-            return reshape(a, (*groups, *own), None)
-        return reshape(a, (*groups, *own), (*spec[:-1], None, *(None for _ in own)))
-
-    def join(a):
-        return reshape(a, x.shape, spec if x.ndim > 1 else spec and spec[1:])
-
-    return split, join, _number_of_sums(apart, groups[-1], n, x.dtype.itemsize)
-
-
-def _number_of_sums(groups: int, rows: int, n: int, itemsize: int) -> int:
-    """The number of partial sums for the rows of each group on a device.
-
-    Each thread block of the CUDA kernel, or each cluster if a row needs several blocks, writes one.
-    So there are as many as an H100 runs at a time. With more, the last blocks wait for the first,
-    which costs 1.5 times the time. A few rows more or fewer per sum matter little.
-    """
-    if not (isinstance(groups, int) and isinstance(n, int)):
-        return 1
-    wide = itemsize == 8
-    limits = ((8192, 132), (16384, 66), (32768, 28))
-    most = next((sums for limit, sums in limits if n <= limit // (1 + wide)), 14)
-    most = max(1, most // max(groups, 1))
-    return min(most, max(1, rows // 4)) if isinstance(rows, int) else most
-
 
 # ---- references ----------------------------------------------------------------------------------
 
@@ -316,14 +161,14 @@ def _declare(name: str, rms: bool, dropout: bool = False) -> Op:
         bound(_reference),
         family="norm",
         example=example(call, operands),
-        kernels=(_FORWARDS[False], _BACKWARDS[False, False]),
-        forward=bound(_forward),
+        kernels=(FORWARDS[False], BACKWARDS[False, False]),
+        forward=bound(forward),
         save=bound(_save),
-        forward_saving=bound(_forward, save=True),
+        forward_saving=bound(forward, save=True),
         residuals=residuals,
         pullback=bound(_pullback),
         pushforward=bound(_pushforward),
-        backward=bound(_backward),
+        backward=bound(backward),
         independent=not dropout,  # as dropout's own op
         shared={"input_bias": 2, "scale": 3, "bias": 4},
     )

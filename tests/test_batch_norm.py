@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import itertools
 import math
 
@@ -25,9 +24,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
+from jax_fastops import _batch_norm_kernels as kernels
 from jax_fastops import _dispatch
-
-kernels = importlib.import_module("jax_fastops.batch_norm")  # the module, not the function
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("native")]
 
@@ -481,11 +479,11 @@ def test_both_passes_in_one_call(shape, examples, masked, kind):
         return dict(zip(("mean", "var", "scale", "dmean", "dvar"), values, strict=True), eps=1e-3)
 
     def dx_of(sums, x, dy, mask, *values):
-        kernel = kernels._BACKWARD_KERNEL
+        kernel = kernels.BACKWARD_KERNEL
         return kernels._gradient(kernel, x, dy, mask, sums=sums, **named(*values))[0]
 
     def both(x, dy, mask, *values):
-        return kernels._gradient(kernels._GRADIENT_KERNEL, x, dy, mask, **named(*values))
+        return kernels._gradient(kernels.GRADIENT_KERNEL, x, dy, mask, **named(*values))
 
     dx, sums = run(both)(*args)
     np.testing.assert_allclose(sums, run(sums_alone)(*args), rtol=0, atol=5e-6)

@@ -27,7 +27,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
-from jax_fastops.heads import _group_rows
+from jax_fastops._shards import group_rows
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("native")]
 
@@ -372,7 +372,7 @@ def test_groups_of_rows(split, sequences):
 
 @pytest.mark.parametrize("sequence", [1, 2, 7, 16, 64, 65, 67, 97, 122, 4096, 4097, 4099, 6 * 64])
 def test_groups_are_whole(sequence):
-    rows = _group_rows(sequence)
+    rows = group_rows(sequence)
     assert sequence % rows == 0
     # Small groups would cost traffic for the sums. The whole sequence may be one group.
     assert rows == sequence or 32 <= rows <= 128

@@ -1,5 +1,6 @@
 """The structure of src/: op families on a shared core."""
 
+import fnmatch
 import re
 
 import pytest
@@ -85,3 +86,78 @@ def test_lengths(path):
     assert lines <= LONGEST_FILE, f"{lines} lines"
     for name, length in bodies(text).items():
         assert length <= LONGEST_KERNEL, f"{name} has a body of {length} lines"
+
+
+# What moves and adds is core; what is computed is the family. Patterns of what moves and adds; a
+# planner of rows is a file by its name.
+CONCEPTS = {
+    "shuffle": r"__(shfl|any|all|ballot|reduce|match)_\w+|\b(Exchange|FromLane)\(",
+    "barrier": r"__sync(threads|warp)|\bbarrier\.|\bthis_(cluster|grid)\(|::Sync\(|\bBarrier\b",
+    "vector type": r"\b(u?int|float)[24]\b",
+    "loop over a row": r"__global__",  # in families of rows
+    "finishing kernel": r"__global__[^;{]*?\w*(Finish|Merge|Total)\w*Kernel\(",
+}
+FAMILIES_OF_ROWS = ("cross_entropy", "norm", "softmax")
+# Files, what they have of it, and why: at most 6.
+KEPT = {
+    "norm/backward*": (
+        ("barrier", "loop over a row"),
+        "persistent workers keep sums over rows, and bulk copies fill their rings",
+    ),
+    "norm/*": (
+        ("loop over a row", "finishing kernel", "planner of rows"),
+        "rows in registers with parameters of their own type; not on the engine yet",
+    ),
+    "batch_norm/*": (
+        ("shuffle", "barrier", "vector type"),
+        "a cooperative kernel keeps arrays on the chip; in functions it was 1.17 times slower",
+    ),
+    "transpose/*": (
+        ("barrier", "vector type"),
+        "bytes, not elements: tiles and boxes in shared memory are all that it does",
+    ),
+    "window_sum/*": (
+        ("shuffle", "barrier", "vector type"),
+        "windows go over units and lanes, and wait in a ring in shared memory",
+    ),
+    "softmax/column*": (
+        ("shuffle", "barrier", "vector type", "loop over a row"),
+        "another axis than the last: a block shares columns, not a row",
+    ),
+}
+# Families on their way to the core's engines. Not checked for what is no longer needed.
+MOVING = {
+    "softmax/*": (*CONCEPTS, "planner of rows"),
+    "elementwise/*": tuple(CONCEPTS),
+}
+
+
+def concepts_of(path) -> set[str]:
+    """What a source outside of the core has of what moves and adds, in its code."""
+    code = re.sub(r"//.*", "", path.read_text())
+    found = {name for name, pattern in CONCEPTS.items() if re.search(pattern, code)}
+    if family_of(path) not in FAMILIES_OF_ROWS:
+        return found - {"loop over a row"}
+    return found | ({"planner of rows"} if path.name.startswith("plan") else set())
+
+
+CUDA = [p for p in SOURCES if p.suffix in (".cu", ".cuh") or p.name.endswith("_cuda.cc")]
+FAMILIES = [p for p in CUDA if family_of(p) != "core"]
+
+
+def test_what_moves_and_adds_is_core():
+    assert len(KEPT) <= 6
+    unnamed = {}
+    for path in FAMILIES:
+        name = path.relative_to(SRC).as_posix()
+        listed = [KEPT[glob][0] for glob in KEPT if fnmatch.fnmatch(name, glob)]
+        listed += [MOVING[glob] for glob in MOVING if fnmatch.fnmatch(name, glob)]
+        if extra := concepts_of(path).difference(*listed):
+            unnamed[name] = sorted(extra)
+    assert not unnamed, f"move it into core/cuda, or name it in KEPT with the reason: {unnamed}"
+
+
+@pytest.mark.parametrize("glob", KEPT)
+def test_what_is_kept_is_needed(glob):
+    paths = [p for p in FAMILIES if fnmatch.fnmatch(p.relative_to(SRC).as_posix(), glob)]
+    assert set(KEPT[glob][0]) <= set().union(*map(concepts_of, paths)), glob

@@ -3,7 +3,9 @@
 #include <algorithm>
 
 #include "attention/attention.h"
+#include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
+#include "core/cuda/vec.cuh"
 #include "core/philox.h"
 
 namespace jax_fastops::cuda {
@@ -18,7 +20,7 @@ struct Params {
   const uint32_t* seeds;
   int64_t seed_count;
   const int32_t *starts, *counts;
-  int64_t segments, sequences;
+  int64_t segments;
   int64_t batch_stride[4], row_stride[4];  // of the offsets
   Prepared out;
 };
@@ -31,9 +33,10 @@ __device__ int32_t LengthOf(const int32_t* lengths, int64_t at, int64_t whole) {
 // One block.
 __global__ void __launch_bounds__(kThreads) PrepareKernel(const __grid_constant__ Params p) {
   if (p.segments > 0) {
-    for (int64_t i = threadIdx.x; i <= p.sequences; i += kThreads) {
+    const int64_t sequences = p.batch * p.segments;
+    for (int64_t i = threadIdx.x; i <= sequences; i += kThreads) {
       const int64_t b = i / p.segments, at = b * p.copies * p.segments + i % p.segments;
-      const bool is_end = i == p.sequences;
+      const bool is_end = i == sequences;
       const int64_t start = is_end ? 0 : LengthOf(p.starts, at, p.queries);
       for (int k = 0; k < 4; ++k) {
         p.out.offsets[k][i] = b * p.batch_stride[k] + start * p.row_stride[k];
@@ -51,11 +54,9 @@ __global__ void __launch_bounds__(kThreads) PrepareKernel(const __grid_constant_
     }
   }
   if (p.seeds == nullptr) return;
-  // Sums of random words, which depend on the seed and the position of each head. Two sums of 32
-  // bits: an addition of 64 bits to shared memory takes several times as long.
-  __shared__ uint32_t total[2];
-  if (threadIdx.x < 2) total[threadIdx.x] = 0;
-  __syncthreads();
+  // Sums of random words, which depend on the seed and the position of each head.
+  using Block = RowGroup<kThreads>;
+  __shared__ Block::Scratch<uint32_t, 2> scratch;
   uint32_t sum[2] = {0, 0};
   for (int64_t i = threadIdx.x; i < p.seed_count; i += kThreads) {
     const PhiloxWords drawn =
@@ -63,10 +64,9 @@ __global__ void __launch_bounds__(kThreads) PrepareKernel(const __grid_constant_
                p.seeds[2 * i + 1]);
     for (int word = 0; word < 2; ++word) sum[word] += drawn.word[word];
   }
-  // Integers: the same sums in every order.
-  for (int word = 0; word < 2; ++word) atomicAdd(&total[word], sum[word]);
-  __syncthreads();
-  if (threadIdx.x < 4) p.out.seed[threadIdx.x] = threadIdx.x < 2 ? total[threadIdx.x] : 0;
+  int phase = 0;
+  Block::AllReduce(Sum(), sum, scratch, phase);
+  if (threadIdx.x < 4) p.out.seed[threadIdx.x] = threadIdx.x < 2 ? sum[threadIdx.x] : 0;
 }
 
 constexpr int kRowsZeroed = 16;  // by a block
@@ -74,7 +74,7 @@ constexpr int kRowsZeroed = 16;  // by a block
 struct ZeroParams {
   // Rows of 16-byte units, such as all heads of a position, and the lengths of the examples.
   struct Array {
-    uint4* data;
+    Unit<uint32_t>* data;
     const int32_t* lengths;
     int64_t rows, row_units, row_stride, batch_stride;
   };
@@ -89,10 +89,11 @@ __global__ void __launch_bounds__(kThreads) ZeroKernel(const __grid_constant__ Z
   const int64_t first = max(begin, int64_t{array.lengths[blockIdx.y]});
   const int64_t count = min(begin + kRowsZeroed, array.rows) - first;
   if (count <= 0) return;
-  uint4* const data = array.data + blockIdx.y * array.batch_stride + first * array.row_stride;
+  Unit<uint32_t>* const data =
+      array.data + blockIdx.y * array.batch_stride + first * array.row_stride;
   for (int64_t i = threadIdx.x; i < count * array.row_units; i += kThreads) {
     const int64_t row = i / array.row_units;
-    data[row * array.row_stride + i - row * array.row_units] = uint4{0, 0, 0, 0};
+    Unit<uint32_t>{}.Store(data + row * array.row_stride + i - row * array.row_units);
   }
   if (p.stats == nullptr) return;
   float* const stats = p.stats + blockIdx.y * p.heads * array.rows + first;
@@ -122,8 +123,9 @@ cudaError_t ZeroRows(const AttentionProblem& problem, const AttentionBuffers& bu
                      cudaStream_t stream) {
   const auto array = [&](void* data, int64_t rows, int64_t heads, const AttentionStrides& strides,
                          const int32_t* lengths) {
-    return ZeroParams::Array{static_cast<uint4*>(data), lengths,         rows,
-                             heads * problem.size / 8,  strides.row / 8, strides.batch / 8};
+    return ZeroParams::Array{
+        static_cast<Unit<uint32_t>*>(data), lengths,         rows,
+        heads * problem.size / 8,           strides.row / 8, strides.batch / 8};
   };
   const Prepared prepared = PreparedAt(problem, buffers.workspace);
   const int32_t *const lengths = prepared.q_lengths, *const kv_lengths = prepared.kv_lengths;
@@ -172,7 +174,6 @@ cudaError_t PrepareAttention(const AttentionProblem& problem, const AttentionBuf
   p.starts = buffers.starts;
   p.counts = buffers.counts;
   p.segments = problem.segments;
-  p.sequences = problem.sequences();
   const AttentionStrides stats = {problem.queries * problem.heads, 1, problem.heads};
   const AttentionStrides* const strides[] = {&problem.q, &problem.k, &problem.y, &stats};
   for (int i = 0; i < 4; ++i) {

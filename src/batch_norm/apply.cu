@@ -12,7 +12,7 @@
 #include "core/cuda/dependent.cuh"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda {
 
@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
 
   A mean[kUnit], factor[kUnit], bias[kUnit];
   struct Loaded {
-    UnitBits<T> x;
-    UnitBits<T> residual;
+    UnitVec<T> x;
+    UnitVec<T> residual;
   };
   const auto apply = [&](const Loaded& loaded, int64_t element, int size) {
     return ApplyUnit(loaded.x, add, loaded.residual, mean, factor, bias, p.relu, mask, element,
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
         channels.LoadOr(static_cast<const A*>(p.arrays.scale), A(1), scale);
         channels.LoadOr(static_cast<const A*>(p.arrays.bias), A(0), bias);
 #pragma unroll
-        for (int i = 0; i < kUnit; ++i) factor[i] = InverseRoot(factor[i] + eps) * scale[i];
+        for (int i = 0; i < kUnit; ++i) factor[i] = FastReciprocalRoot(factor[i] + eps) * scale[i];
       },
       [&](const Loaded& loaded, int64_t element) {
         StoreUnit<T, kAligned>(y + element, apply(loaded, element, kUnit));

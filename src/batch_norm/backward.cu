@@ -14,7 +14,7 @@
 #include "core/cuda/dependent.cuh"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda {
 
@@ -47,12 +47,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
   A mean[kUnit], a[kUnit], b[kUnit], c[kUnit];
   struct Loaded {
-    UnitBits<T> x;
-    UnitBits<T> g;
+    UnitVec<T> x;
+    UnitVec<T> g;
     uint32_t bits;
   };
   const auto gradient = [&](const Loaded& loaded) {
-    return GradientUnit(loaded.x, SelectUnit(loaded.bits, loaded.g), mean, a, b, c);
+    return GradientUnit(loaded.x, loaded.g.Select(loaded.bits), mean, a, b, c);
   };
 
   SweepBack<kRows, Loaded>(
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
           var[i] += eps;
-          a[i] = InverseRoot(var[i]) * scale[i];
+          a[i] = FastReciprocalRoot(var[i]) * scale[i];
         }
         channels.Load(sums + g.channels, b);
         channels.Load(sums, c);

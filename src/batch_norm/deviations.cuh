@@ -6,7 +6,7 @@
 #include "batch_norm/fold.cuh"
 #include "batch_norm/geometry.cuh"
 #include "batch_norm/units.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda::batch_norm {
 
@@ -55,7 +55,7 @@ template <typename T>
 __device__ __forceinline__ void AddCut(const Geometry& g, const Share& share, const T* x,
                                        Deviations<ComputeType<T>> (&deviations)[kUnit]) {
   if (share.cut > 0) {
-    const UnitBits<T> unit = LoadCutUnit(x + g.group_size - share.cut, share.cut);
+    const UnitVec<T> unit = LoadCutUnit(x + g.group_size - share.cut, share.cut);
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) {
       if (i >= share.cut) continue;

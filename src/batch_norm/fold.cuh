@@ -9,7 +9,7 @@
 
 #include "batch_norm/geometry.cuh"
 #include "batch_norm/units.cuh"
-#include "core/cuda/bitmask.cuh"
+#include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/partial_sums.cuh"
 
@@ -25,7 +25,7 @@ struct Pair {
 // elements after a cut are skipped: their g is 0, but their x is padding and their mean may be
 // infinite, so the product could be NaN.
 template <typename T>
-__device__ __forceinline__ void AddProducts(const UnitBits<T>& g, const UnitBits<T>& x,
+__device__ __forceinline__ void AddProducts(const UnitVec<T>& g, const UnitVec<T>& x,
                                             const ComputeType<T> (&mean)[kUnit], int size,
                                             Pair<ComputeType<T>> (&sums)[kUnit]) {
 #pragma unroll
@@ -50,31 +50,6 @@ struct FoldBuffer {
     return static_cast<int>(i * kRow + thread + thread / kWarpSize);
   }
 };
-
-// Adds `values` over the threads that share a slot. All of them get the sums. All threads of the
-// block must call it.
-template <typename V>
-__device__ __forceinline__ void SumShare(int share, V (&values)[2],
-                                         V (*warps)[kThreads / kWarpSize]) {
-  const auto sum = [&](int threads) {
-    for (int step = threads / 2; step > 0; step /= 2) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) values[i] += __shfl_xor_sync(kFullWarp, values[i], step);
-    }
-  };
-  sum(min(share, kWarpSize));
-  if (share <= kWarpSize) return;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize, of_share = share / kWarpSize;
-  if (threadIdx.x % kWarpSize == 0) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) warps[i][warp] = values[i];
-  }
-  __syncthreads();
-  const int other = (warp & ~(of_share - 1)) | (threadIdx.x & (of_share - 1));
-#pragma unroll
-  for (int i = 0; i < 2; ++i) values[i] = warps[i][other];
-  sum(of_share);
-}
 
 // Adds the pairs of the block's threads for each slot and writes them to `workspace`, which is that
 // of the group. All threads of the block must call it.
@@ -126,7 +101,7 @@ __device__ __forceinline__ void Fold(const Geometry& g, const Place& place,
         }
       }
     }
-    SumShare(share, sums, buffer.warps);
+    ReduceNeighbors(Sum(), sums, share, buffer.warps);
     if (in_share == 0 && slot < runs.slots) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) workspace[i * plane + block + slot] = sums[i];

@@ -16,14 +16,13 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "batch_norm/fold.cuh"
 #include "batch_norm/geometry.cuh"
 #include "batch_norm/units.cuh"
 #include "core/cuda/async_copy.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda::batch_norm {
 
@@ -78,17 +77,16 @@ __device__ __forceinline__ uint32_t ReadAcquire(const uint32_t* counter) {
 // must call it. Each pair of lanes exchanges a word, so that each of the two store instructions
 // fills the sectors that it touches.
 template <typename T>
-__device__ __forceinline__ void StorePairs(T* p, const UnitBits<T>& unit) {
+__device__ __forceinline__ void StorePairs(T* p, const UnitVec<T>& unit) {
   static_assert(sizeof(T) * kUnit == 32 || sizeof(T) == 2);
-  if constexpr (UnitBits<T>::kWords == 2) {
+  if constexpr (UnitVec<T>::kAccesses == 2) {
     const bool odd = threadIdx.x & 1;
-    const uint4 mine = odd ? unit.words[1] : unit.words[0];
-    const uint4 given = odd ? unit.words[0] : unit.words[1];
-    const auto exchange = [](uint32_t word) { return __shfl_xor_sync(kFullWarp, word, 1); };
-    const uint4 got = {exchange(given.x), exchange(given.y), exchange(given.z), exchange(given.w)};
-    uint4* const first = reinterpret_cast<uint4*>(odd ? p - kUnit : p) + odd;
-    __stcs(first, odd ? got : mine);
-    __stcs(first + 2, odd ? mine : got);
+    const auto low = unit.Get(0), high = unit.Get(1);
+    const auto mine = Choose(odd, high, low);
+    const auto got = Exchange(Choose(odd, low, high), 1);
+    T* const first = odd ? p - kUnit + kUnit / 2 : p;
+    Choose(odd, got, mine).template Store<CacheHint::kStreaming>(first);
+    Choose(odd, mine, got).template Store<CacheHint::kStreaming>(first + kUnit);
   }
 }
 

@@ -17,7 +17,7 @@
 #include "batch_norm/grid.cuh"
 #include "batch_norm/units.cuh"
 #include "core/cuda/relu_of.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda::batch_norm {
 
@@ -31,7 +31,7 @@ struct ResidentParams : GridParams {
 // threads are adjacent.
 template <typename T>
 struct RingOf {
-  static constexpr int kWords = UnitBits<T>::kWords;
+  static constexpr int kWords = UnitVec<T>::kAccesses;
   static constexpr int kSlotBytes = kThreads * kWords * 16;
   static constexpr int kStep = 4 / kWords;  // units that are copied, and used, at a time
 };
@@ -66,8 +66,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
                             : static_cast<uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes;
   const UnitChannels channels(g, place, share, p.aligned_parameters);
   // Whether all lanes of the warp have the same number of units.
-  const bool together =
-      kWords == 2 && __all_sync(kFullWarp, share.count == __shfl_sync(kFullWarp, share.count, 0));
+  const bool together = kWords == 2 && IsSameInWarp(share.count);
 
   // First pass: the sums.
   FoldBuffer<double>& buffer = *reinterpret_cast<FoldBuffer<double>*>(shared);
@@ -76,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   const int ringed = max(share.count - kKept, 0);  // units that go through the ring
   const int passing = max(ringed - slots, 0);      // those of them that do not stay in it
   const int64_t ring_first = share.first + kKept * share.stride;
-  UnitBits<T> kept[kKept];
+  UnitVec<T> kept[kKept];
 #pragma unroll
   for (int k = 0; k < kKept; ++k) {
     if (k < share.count) kept[k] = LoadUnit<T, true>(x + share.first + k * share.stride);
@@ -111,9 +110,11 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   for (int k = 0; k < kAhead; ++k) copy();
 
   Deviations<A> deviations[kUnit];
-  const auto add = [&](const UnitBits<T>& unit) {
+  const auto add = [&](const UnitVec<T>& unit) {
+    A values[kUnit];
+    unit.Unpack(values);
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) deviations[i].Add(ToCompute(unit[i]));
+    for (int i = 0; i < kUnit; ++i) deviations[i].Add(values[i]);
   };
   const auto shift = [&](int added) {
     const A n = static_cast<A>(added), inverse_n = A(1) / n;
@@ -136,12 +137,12 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
       shift(used + kKept);
       shift_at = 4 * (used + kKept);
     }
-    UnitBits<T> units[kStep];
+    UnitVec<T> units[kStep];
 #pragma unroll
     for (int k = 0; k < kStep; ++k) {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
-        if (used + k < ringed) units[k].words[w] = ring_words(slot, w);
+        if (used + k < ringed) units[k].Set(w, Unit<T>::Load(&ring_words(slot, w)));
       }
       slot = slot + 1 == slots ? 0 : slot + 1;
     }
@@ -174,23 +175,23 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   }
 
   struct Loaded {
-    UnitBits<T> x;
-    UnitBits<T> residual;
+    UnitVec<T> x;
+    UnitVec<T> residual;
   };
   A mean[kUnit], factor[kUnit], bias[kUnit];
   const auto load_residual = [&](int64_t element) {
     if constexpr (kResidual) {
       return LoadUnit<T, true>(residual + element);
     } else {
-      return UnitBits<T>{};
+      return UnitVec<T>{};
     }
   };
-  const auto apply = [&](const UnitBits<T>& unit, const UnitBits<T>& other, int64_t element,
+  const auto apply = [&](const UnitVec<T>& unit, const UnitVec<T>& other, int64_t element,
                          int size) {
     return ApplyUnit(unit, kResidual, other, mean, factor, bias, p.relu, mask, element, size);
   };
-  const auto put = [&](const UnitBits<T>& unit, const UnitBits<T>& other, int64_t element) {
-    const UnitBits<T> result = apply(unit, other, element, kUnit);
+  const auto put = [&](const UnitVec<T>& unit, const UnitVec<T>& other, int64_t element) {
+    const UnitVec<T> result = apply(unit, other, element, kUnit);
     if (kWords == 2 && together) {
       StorePairs(y + element, result);
     } else {
@@ -218,12 +219,12 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     channels.Load(static_cast<const A*>(p.arrays.var), factor);
     const A eps = static_cast<A>(p.eps);
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) factor[i] = InverseRoot(factor[i] + eps) * scale[i];
+    for (int i = 0; i < kUnit; ++i) factor[i] = FastReciprocalRoot(factor[i] + eps) * scale[i];
   };
   const auto put_kept = [&] {
 #pragma unroll
     for (int k = 0; k < kKept; k += kStep) {
-      UnitBits<T> others[kStep];
+      UnitVec<T> others[kStep];
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
         if (k + i < share.count) {
@@ -257,21 +258,21 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
       [] {});
   const int stays = ringed - passing;
   slot = slots == 0 ? 0 : passing % slots;
-  Sweep<kStep, UnitBits<T>>(
+  Sweep<kStep, UnitVec<T>>(
       stays, ring_first + passing * share.stride, share.stride, load_residual,
-      [](const UnitBits<T>&) {},
-      [&](const UnitBits<T>& other, int64_t element) {
-        UnitBits<T> unit;
+      [](const UnitVec<T>&) {},
+      [&](const UnitVec<T>& other, int64_t element) {
+        UnitVec<T> unit;
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) unit.words[w] = ring_words(slot, w);
+        for (int w = 0; w < kWords; ++w) unit.Set(w, Unit<T>::Load(&ring_words(slot, w)));
         slot = slot + 1 == slots ? 0 : slot + 1;
         put(unit, other, element);
       },
       [] {});
   if (share.cut > 0) {
     const int64_t element = g.group_size - share.cut;
-    const UnitBits<T> unit = LoadCutUnit(x + element, share.cut);
-    UnitBits<T> other;
+    const UnitVec<T> unit = LoadCutUnit(x + element, share.cut);
+    UnitVec<T> other;
     if constexpr (kResidual) other = LoadCutUnit(residual + element, share.cut);
     StoreCutUnit(y + element, apply(unit, other, element, share.cut), share.cut);
   }

@@ -19,7 +19,7 @@
 #include "batch_norm/geometry.cuh"
 #include "batch_norm/grid.cuh"
 #include "batch_norm/units.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda::batch_norm {
 
@@ -32,7 +32,7 @@ struct GradientParams : GridParams {
 // threads are adjacent.
 template <typename T>
 struct GradientRing {
-  static constexpr int kWords = UnitBits<T>::kWords;  // of a unit of one array
+  static constexpr int kWords = UnitVec<T>::kAccesses;  // of a unit of one array
   static constexpr int kSlotBytes = kThreads * (2 * kWords * 16 + 4);
   static constexpr int kStep = 2 / kWords;  // units that are copied, and used, at a time
 };
@@ -71,8 +71,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
       kMask ? static_cast<const uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes : nullptr;
   const UnitChannels channels(g, place, share, p.aligned_parameters);
   // Whether all lanes of the warp have the same number of units.
-  const bool together =
-      kWords == 2 && __all_sync(kFullWarp, share.count == __shfl_sync(kFullWarp, share.count, 0));
+  const bool together = kWords == 2 && IsSameInWarp(share.count);
 
   FoldBuffer<A>& buffer = *reinterpret_cast<FoldBuffer<A>*>(shared);
   uint4* const first_slot = shared + kFoldBytes<A> / sizeof(uint4);
@@ -86,8 +85,8 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
 
   // Raw bits as in memory, before the mask is applied.
   struct Loaded {
-    UnitBits<T> x;
-    UnitBits<T> g;
+    UnitVec<T> x;
+    UnitVec<T> g;
     uint32_t bits;
   };
   const auto load = [&](int64_t element) {
@@ -98,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     return loaded;
   };
   const auto select = [&](const Loaded& loaded) {
-    return kMask ? SelectUnit(loaded.bits, loaded.g) : loaded.g;
+    return kMask ? loaded.g.Select(loaded.bits) : loaded.g;
   };
   Loaded kept[kKept];
 #pragma unroll
@@ -141,8 +140,8 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     Loaded loaded;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-      loaded.x.words[w] = ring_word(slot, w);
-      loaded.g.words[w] = ring_word(slot, kWords + w);
+      loaded.x.Set(w, Unit<T>::Load(&ring_word(slot, w)));
+      loaded.g.Set(w, Unit<T>::Load(&ring_word(slot, kWords + w)));
     }
     loaded.bits = 0xff;
     if constexpr (kMask) {
@@ -158,7 +157,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   A mean[kUnit];
   if (share.count > 0 || share.cut > 0) channels.Load(static_cast<const A*>(p.arrays.mean), mean);
   Pair<A> sums[kUnit];
-  const auto add = [&](const UnitBits<T>& unit, const UnitBits<T>& selected, int size) {
+  const auto add = [&](const UnitVec<T>& unit, const UnitVec<T>& selected, int size) {
     AddProducts(selected, unit, mean, size, sums);
   };
 #pragma unroll
@@ -235,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) {
       var[i] += eps;
-      a[i] *= InverseRoot(var[i]);
+      a[i] *= FastReciprocalRoot(var[i]);
     }
     channels.LoadOr(static_cast<const A*>(p.arrays.dvar), A(0), more);
 #pragma unroll
@@ -244,11 +243,11 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) c[i] = fma(-a[i], c[i], more[i]);
   };
-  const auto gradient = [&](const UnitBits<T>& unit, const UnitBits<T>& selected) {
+  const auto gradient = [&](const UnitVec<T>& unit, const UnitVec<T>& selected) {
     return GradientUnit(unit, selected, mean, a, b, c);
   };
-  const auto put = [&](const UnitBits<T>& unit, const UnitBits<T>& selected, int64_t at) {
-    const UnitBits<T> result = gradient(unit, selected);
+  const auto put = [&](const UnitVec<T>& unit, const UnitVec<T>& selected, int64_t at) {
+    const UnitVec<T> result = gradient(unit, selected);
     if (kWords == 2 && together) {
       StorePairs(dx + at, result);
     } else {

@@ -18,7 +18,7 @@
 #include "core/cuda/dependent.cuh"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda {
 
@@ -64,16 +64,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
   const T* const x = static_cast<const T*>(p.x) + place.group * g.group_size;
 
   Deviations<A> deviations[kUnit];
-  const auto begin = [&](const UnitBits<T>& unit) {
+  const auto begin = [&](const UnitVec<T>& unit) {
     if (share.count == 0) return;
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) deviations[i].Begin(ToCompute(unit[i]));
   };
   int added = 0, shift_at = 4;
-  Sweep<kRows, UnitBits<T>>(
+  Sweep<kRows, UnitVec<T>>(
       share.count, share.first, share.stride,
       [&](int64_t element) { return LoadUnit<T, kAligned>(x + element); }, begin,
-      [&](const UnitBits<T>& unit, int64_t) {
+      [&](const UnitVec<T>& unit, int64_t) {
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) deviations[i].Add(ToCompute(unit[i]));
       },

@@ -12,7 +12,7 @@
 #include "core/cuda/dependent.cuh"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda {
 
@@ -47,19 +47,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
   Pair<A> sums[kUnit];
   A mean[kUnit], factor[kDx ? kUnit : 1];
   struct Loaded {
-    UnitBits<T> x;
-    UnitBits<T> g;
-    UnitBits<T> g2;
+    UnitVec<T> x;
+    UnitVec<T> g;
+    UnitVec<T> g2;
     uint32_t bits;
   };
   const auto select = [&](const Loaded& loaded) {
-    return SelectUnit(loaded.bits, add_dy2 ? AddUnits(loaded.g, loaded.g2) : loaded.g);
+    return (add_dy2 ? AddUnits<T>(loaded.g, loaded.g2) : loaded.g).Select(loaded.bits);
   };
-  const auto gradient = [&](const UnitBits<T>& selected) {
+  const auto gradient = [&](const UnitVec<T>& selected) {
     A values[kUnit];
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) values[i] = ToCompute(selected[i]) * factor[kDx ? i : 0];
-    return RoundUnit<T>(values);
+    return UnitVec<T>::Packed(values);
   };
 
   Sweep<kRows, Loaded>(
@@ -83,11 +83,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
           channels.LoadOr(static_cast<const A*>(p.arrays.scale), A(1), scale);
 #pragma unroll
           for (int i = 0; i < kUnit; ++i)
-            factor[kDx ? i : 0] = InverseRoot(var[i] + eps) * scale[i];
+            factor[kDx ? i : 0] = FastReciprocalRoot(var[i] + eps) * scale[i];
         }
       },
       [&](const Loaded& loaded, int64_t element) {
-        const UnitBits<T> selected = select(loaded);
+        const UnitVec<T> selected = select(loaded);
         AddProducts(selected, loaded.x, mean, kUnit, sums);
         // If dx is not computed here, the next kernel computes it and reads dresidual, so keep it
         // in L2.
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     loaded.x = LoadCutUnit(x + element, share.cut);
     loaded.g = LoadCutUnit(dy + element, share.cut);
     if (add_dy2) loaded.g2 = LoadCutUnit(dy2 + element, share.cut);
-    const UnitBits<T> selected = select(loaded);
+    const UnitVec<T> selected = select(loaded);
     AddProducts(selected, loaded.x, mean, share.cut, sums);
     if (dresidual != nullptr) StoreCutUnit(dresidual + element, selected, share.cut);
     if (write_dx) StoreCutUnit(dx + element, gradient(selected), share.cut);

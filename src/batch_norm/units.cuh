@@ -6,14 +6,13 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <cstring>
 #include <limits>
-#include <type_traits>
 
 #include "batch_norm/geometry.cuh"
 #include "core/cuda/launch.h"
+#include "core/cuda/math.cuh"
 #include "core/cuda/relu_of.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda::batch_norm {
 
@@ -28,119 +27,50 @@ template <typename T, int kArrays>
 inline constexpr int kInFlight =
     64 / (kUnit * sizeof(T) * kArrays) > 0 ? 64 / (kUnit * int{sizeof(T)} * kArrays) : 1;
 
-// A unit as raw bits. It stays bits until it is used: extracting an element waits for the load, and
-// the next loads would be issued only after that.
 template <typename T>
-struct UnitBits {
-  static constexpr int kWords = kUnit * sizeof(T) / 16;
-  uint4 words[kWords];
-
-  __device__ __forceinline__ T operator[](int i) const {
-    T elements[kUnit];
-    memcpy(elements, words, sizeof(words));
-    return elements[i];
-  }
-};
+using UnitVec = Vec<T, kUnit * sizeof(T)>;
 
 // A unit of a 16-bit type is one 16-byte access. Units of wider types take several accesses to the
 // same sectors; the first one leaves the sectors in L1 for the others.
 template <typename T, bool kAligned>
-__device__ __forceinline__ UnitBits<T> LoadUnit(const T* p) {
-  UnitBits<T> unit;
-  if constexpr (kAligned && sizeof(T) == 2) {
-    const Unit<T> word = LoadWord<CacheHint::kNoAllocate>(p);
-    memcpy(&unit.words[0], word.elements, 16);
-  } else if constexpr (kAligned) {
-#pragma unroll
-    for (int w = 0; w < unit.kWords; ++w) {
-      unit.words[w] = __ldg(reinterpret_cast<const uint4*>(p) + w);
-    }
+__device__ __forceinline__ UnitVec<T> LoadUnit(const T* p) {
+  if constexpr (kAligned) {
+    constexpr bool kOne = sizeof(T) == 2;
+    return UnitVec<T>::template Load<kOne ? CacheHint::kNoAllocate : CacheHint::kReadOnly>(p);
   } else {
-    T elements[kUnit];
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) elements[i] = p[i];
-    memcpy(unit.words, elements, sizeof(elements));
+    return UnitVec<T>::LoadElements(p, [](int) { return true; });
   }
-  return unit;
 }
 
 // Loads the first `cut` elements of a partial unit and sets the others to 0.
 template <typename T>
-__device__ __forceinline__ UnitBits<T> LoadCutUnit(const T* p, int cut) {
-  T elements[kUnit];
-#pragma unroll
-  for (int i = 0; i < kUnit; ++i) {
-    elements[i] = FromCompute<T>(0);
-    if (i < cut) elements[i] = p[i];
-  }
-  UnitBits<T> unit;
-  memcpy(unit.words, elements, sizeof(elements));
-  return unit;
+__device__ __forceinline__ UnitVec<T> LoadCutUnit(const T* p, int cut) {
+  return UnitVec<T>::LoadElements(p, [&](int i) { return i < cut; });
 }
 
 // Uses streaming stores unless the next kernel reads the array, so that written data does not evict
 // from L2 what is still to be read.
 template <typename T, bool kAligned, bool kReadNext = false>
-__device__ __forceinline__ void StoreUnit(T* p, const UnitBits<T>& unit) {
-#pragma unroll
-  for (int i = 0; i < (kAligned ? unit.kWords : kUnit); ++i) {
-    if constexpr (kAligned && kReadNext) {
-      __stwb(reinterpret_cast<uint4*>(p) + i, unit.words[i]);
-    } else if constexpr (kAligned) {
-      __stcs(reinterpret_cast<uint4*>(p) + i, unit.words[i]);
-    } else {
-      p[i] = unit[i];
-    }
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ void StoreCutUnit(T* p, const UnitBits<T>& unit, int cut) {
-#pragma unroll
-  for (int i = 0; i < kUnit; ++i) {
-    if (i < cut) p[i] = unit[i];
-  }
-}
-
-// Rounds once to the element type. 16-bit types are converted in pairs.
-template <typename T>
-__device__ __forceinline__ UnitBits<T> RoundUnit(const ComputeType<T> (&values)[kUnit]) {
-  UnitBits<T> unit;
-  if constexpr (sizeof(T) == 2) {
-    PairOf<T> pairs[kUnit / 2];
-#pragma unroll
-    for (int i = 0; i < kUnit / 2; ++i) {
-      if constexpr (std::is_same_v<T, __half>) {
-        pairs[i] = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
-      } else {
-        pairs[i] = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
-      }
-    }
-    memcpy(unit.words, pairs, sizeof(pairs));
+__device__ __forceinline__ void StoreUnit(T* p, const UnitVec<T>& unit) {
+  if constexpr (kAligned) {
+    unit.template Store<kReadNext ? CacheHint::kDefault : CacheHint::kStreaming>(p);
   } else {
-    memcpy(unit.words, values, sizeof(values));
+    unit.StoreElements(p, [](int) { return true; });
   }
-  return unit;
 }
 
-// Keeps the elements whose bit is set and sets the others to 0.
 template <typename T>
-__device__ __forceinline__ UnitBits<T> SelectUnit(uint32_t bits, const UnitBits<T>& unit) {
-  T elements[kUnit];
-#pragma unroll
-  for (int i = 0; i < kUnit; ++i) elements[i] = bits >> i & 1 ? unit[i] : FromCompute<T>(0);
-  UnitBits<T> selected;
-  memcpy(selected.words, elements, sizeof(elements));
-  return selected;
+__device__ __forceinline__ void StoreCutUnit(T* p, const UnitVec<T>& unit, int cut) {
+  unit.StoreElements(p, [&](int i) { return i < cut; });
 }
 
 // Adds the elements of two units and rounds the sums.
 template <typename T>
-__device__ __forceinline__ UnitBits<T> AddUnits(const UnitBits<T>& a, const UnitBits<T>& b) {
+__device__ __forceinline__ UnitVec<T> AddUnits(const UnitVec<T>& a, const UnitVec<T>& b) {
   ComputeType<T> values[kUnit];
 #pragma unroll
   for (int i = 0; i < kUnit; ++i) values[i] = ToCompute(a[i]) + ToCompute(b[i]);
-  return RoundUnit<T>(values);
+  return UnitVec<T>::Packed(values);
 }
 
 // The array from element `offset`, or null if the array is null.
@@ -264,9 +194,6 @@ class UnitChannels {
   bool vector_;
 };
 
-__device__ __forceinline__ float InverseRoot(float x) { return rsqrtf(x); }
-__device__ __forceinline__ double InverseRoot(double x) { return rsqrt(x); }
-
 // A byte of the mask. Without a mask all bits are set.
 __device__ __forceinline__ uint32_t MaskByte(const uint8_t* mask, int64_t element) {
   return mask != nullptr ? mask[element >> 3] : 0xffu;
@@ -275,12 +202,12 @@ __device__ __forceinline__ uint32_t MaskByte(const uint8_t* mask, int64_t elemen
 // The unit of the result. Elements at `size` and after get no mask bit. `residual` is used if
 // `add`.
 template <typename T>
-__device__ __forceinline__ UnitBits<T> ApplyUnit(const UnitBits<T>& x, bool add,
-                                                 const UnitBits<T>& residual,
-                                                 const ComputeType<T> (&mean)[kUnit],
-                                                 const ComputeType<T> (&factor)[kUnit],
-                                                 const ComputeType<T> (&bias)[kUnit], bool relu,
-                                                 uint8_t* mask, int64_t element, int size) {
+__device__ __forceinline__ UnitVec<T> ApplyUnit(const UnitVec<T>& x, bool add,
+                                                const UnitVec<T>& residual,
+                                                const ComputeType<T> (&mean)[kUnit],
+                                                const ComputeType<T> (&factor)[kUnit],
+                                                const ComputeType<T> (&bias)[kUnit], bool relu,
+                                                uint8_t* mask, int64_t element, int size) {
   ComputeType<T> values[kUnit];
   uint32_t bits = 0;
 #pragma unroll
@@ -294,23 +221,23 @@ __device__ __forceinline__ UnitBits<T> ApplyUnit(const UnitBits<T>& x, bool add,
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) values[i] = ReluOf(values[i]);
   }
-  return RoundUnit<T>(values);
+  return UnitVec<T>::Packed(values);
 }
 
 // a * g + b * (x - mean) + c
 template <typename T>
-__device__ __forceinline__ UnitBits<T> GradientUnit(const UnitBits<T>& x, const UnitBits<T>& g,
-                                                    const ComputeType<T> (&mean)[kUnit],
-                                                    const ComputeType<T> (&a)[kUnit],
-                                                    const ComputeType<T> (&b)[kUnit],
-                                                    const ComputeType<T> (&c)[kUnit]) {
+__device__ __forceinline__ UnitVec<T> GradientUnit(const UnitVec<T>& x, const UnitVec<T>& g,
+                                                   const ComputeType<T> (&mean)[kUnit],
+                                                   const ComputeType<T> (&a)[kUnit],
+                                                   const ComputeType<T> (&b)[kUnit],
+                                                   const ComputeType<T> (&c)[kUnit]) {
   ComputeType<T> values[kUnit];
 #pragma unroll
   for (int i = 0; i < kUnit; ++i) {
     const ComputeType<T> sum = fma(ToCompute(x[i]) - mean[i], b[i], c[i]);
     values[i] = fma(a[i], ToCompute(g[i]), sum);
   }
-  return RoundUnit<T>(values);
+  return UnitVec<T>::Packed(values);
 }
 
 // Parameters of the kernels that are not cooperative.

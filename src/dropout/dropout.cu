@@ -16,15 +16,14 @@
 //   of its elements, once for each block of bits, and exchange them in shared memory.
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
-#include <type_traits>
 
 #include "core/alignment.h"
+#include "core/cuda/bitmask.cuh"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
 #include "core/cuda/kept.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "core/integer.h"
 #include "dropout/dropout.h"
 
@@ -78,7 +77,7 @@ __device__ __forceinline__ uint32_t KeptBlock(const Params& p, uint32_t row, uin
 // `count` and `columns` are multiples of kSeedBlock, and arrays are aligned to 16 bytes.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) BlocksKernel(const __grid_constant__ Params p) {
-  using U = Unit<T, 16>;
+  using U = Vec<T>;
   constexpr int kUnits = kSeedBlock / U::kSize;
   const uint32_t first = (blockIdx.x * kThreads + threadIdx.x) * kSeedBlock;
   if (first >= p.count) return;
@@ -92,16 +91,15 @@ __global__ void __launch_bounds__(kThreads) BlocksKernel(const __grid_constant__
   const KeptLimit limit(p.largest);
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
-    uint32_t kept[U::kSize / 2], words[4];
+    uint32_t kept[U::kSize / 2];
 #pragma unroll
     for (int i = 0; i < U::kSize / 2; ++i) kept[i] = limit.Halves(bits.word[u * U::kSize / 2 + i]);
+    ComputeType<T> values[U::kSize];
+    units[u].Unpack(values);
 #pragma unroll
-    for (int i = 0; i < U::kSize; ++i) {
-      units[u].elements[i] = FromCompute<T>(ToCompute(units[u].elements[i]) * scale);
-    }
-    memcpy(words, units[u].elements, 16);
-    KeepOnly<T>(kept, words);
-    memcpy(units[u].elements, words, 16);
+    for (int i = 0; i < U::kSize; ++i) values[i] *= scale;
+    units[u].Pack(values);
+    KeepOnly<T>(kept, units[u].words);
     units[u].Store(p.y + skipped + u * 16);
   }
 }
@@ -119,61 +117,48 @@ __device__ __forceinline__ void LoadBias(const Params& p, uint32_t first,
   }
 }
 
-// Loads a unit, by element if the arrays are not aligned. Elements after the end are not set. It
-// returns raw words: the compiler would unpack elements at once, and so wait for the load.
-template <typename U>
-__device__ __forceinline__ uint4 LoadUnit(const Params& p, const char* from, uint32_t first) {
-  using T = std::remove_reference_t<decltype(U().elements[0])>;
-  const T* const x = reinterpret_cast<const T*>(from) + first;
-  uint4 words;
-  if (p.aligned && first + U::kSize <= p.count) {
-    const U unit = U::template Load<CacheHint::kNoAllocate>(x);
-    memcpy(&words, &unit, sizeof(words));
-    return words;
+// Loads a unit, by element if the arrays are not aligned. Elements after the end are 0.
+template <typename V, typename T>
+__device__ __forceinline__ V LoadUnit(const Params& p, const T* x, uint32_t first) {
+  if (p.aligned && first + V::kSize <= p.count) {
+    return V::template Load<CacheHint::kNoAllocate>(x + first);
   }
-  U unit;
-#pragma unroll
-  for (int i = 0; i < U::kSize; ++i) {
-    if (first + i < p.count) unit.elements[i] = x[i];
-  }
-  memcpy(&words, &unit, sizeof(words));
-  return words;
+  return V::LoadElements(x + first, [&](int i) { return first + i < p.count; });
 }
 
 // Sets a bit for each element from `begin` to `end` that is kept. All threads of a block call it.
 __device__ __forceinline__ void KeepInShared(const Params& p, uint32_t begin, uint32_t end,
                                              uint32_t (&kept)[kMostTaken / 32 + 1]) {
-  for (uint32_t i = threadIdx.x; i <= kMostTaken / 32; i += kThreads) kept[i] = 0;
-  __syncthreads();
-  const uint32_t columns = p.columns.divisor, first_row = Divide(begin, p.columns);
-  uint32_t index = first_row * p.row_parts.divisor + (begin - first_row * columns) / kSeedBlock;
-  for (index += threadIdx.x;; index += kThreads) {
-    const uint32_t row = Divide(index, p.row_parts), block = index - row * p.row_parts.divisor;
-    const uint32_t column = block * kSeedBlock, first = row * columns + column;
-    if (first >= end) break;
-    uint32_t bits = KeptBlock(p, row, block);
-    if (columns - column < kSeedBlock) bits &= (1u << (columns - column)) - 1;
-    if (first < begin) bits >>= begin - first;
-    const uint32_t at = max(first, begin) - begin;
-    atomicOr(&kept[at / 32], bits << at % 32);
-    if (at % 32 > 32 - kSeedBlock) atomicOr(&kept[at / 32 + 1], bits >> (32 - at % 32));
-  }
-  __syncthreads();
+  SetBits<kThreads>(kept, [&](const auto& set) {
+    const uint32_t columns = p.columns.divisor, first_row = Divide(begin, p.columns);
+    uint32_t index = first_row * p.row_parts.divisor + (begin - first_row * columns) / kSeedBlock;
+    for (index += threadIdx.x;; index += kThreads) {
+      const uint32_t row = Divide(index, p.row_parts), block = index - row * p.row_parts.divisor;
+      const uint32_t column = block * kSeedBlock, first = row * columns + column;
+      if (first >= end) break;
+      uint32_t bits = KeptBlock(p, row, block);
+      if (columns - column < kSeedBlock) bits &= (1u << (columns - column)) - 1;
+      if (first < begin) bits >>= begin - first;
+      set(max(first, begin) - begin, bits);
+    }
+  });
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 5) UnitsKernel(const __grid_constant__ Params p) {
-  using U = Unit<T, 16>;
+  using U = Vec<T>;
   using A = ComputeType<T>;
   constexpr int kTaken = UnitsTaken(sizeof(T)), kUnits = kTaken / kThreads / U::kSize;
   const uint32_t begin = blockIdx.x * kTaken;
   const A scale = static_cast<A>(p.scale);
-  uint4 units[kUnits], residual[kUnits];
+  U units[kUnits], residual[kUnits];
 #pragma unroll
   for (int k = 0; k < kUnits; ++k) {
     const uint32_t first = begin + (k * kThreads + threadIdx.x) * U::kSize;
-    units[k] = LoadUnit<U>(p, p.x, first);
-    if (p.residual != nullptr) residual[k] = LoadUnit<U>(p, p.residual, first);
+    units[k] = LoadUnit<U>(p, reinterpret_cast<const T*>(p.x), first);
+    if (p.residual != nullptr) {
+      residual[k] = LoadUnit<U>(p, reinterpret_cast<const T*>(p.residual), first);
+    }
   }
   __shared__ uint32_t kept[kMostTaken / 32 + 1];
   KeepInShared(p, begin, min(begin + kTaken, p.count), kept);
@@ -182,11 +167,8 @@ __global__ void __launch_bounds__(kThreads, 5) UnitsKernel(const __grid_constant
     const uint32_t skipped = (k * kThreads + threadIdx.x) * U::kSize, first = begin + skipped;
     if (first >= p.count) return;
     const uint32_t bits = kept[skipped / 32] >> skipped % 32;
-    U unit;
-    memcpy(&unit, &units[k], sizeof(unit));
     A values[U::kSize];
-#pragma unroll
-    for (int i = 0; i < U::kSize; ++i) values[i] = ToCompute(unit.elements[i]);
+    units[k].Unpack(values);
     if (p.bias != nullptr) {
       A bias[U::kSize];
       p.wide_bias ? LoadBias<T, A>(p, first, bias) : LoadBias<T, T>(p, first, bias);
@@ -196,20 +178,17 @@ __global__ void __launch_bounds__(kThreads, 5) UnitsKernel(const __grid_constant
 #pragma unroll
     for (int i = 0; i < U::kSize; ++i) values[i] = bits >> i & 1 ? values[i] * scale : A(0);
     if (p.residual != nullptr) {
-      memcpy(&unit, &residual[k], sizeof(unit));
+      A added[U::kSize];
+      residual[k].Unpack(added);
 #pragma unroll
-      for (int i = 0; i < U::kSize; ++i) values[i] += ToCompute(unit.elements[i]);
+      for (int i = 0; i < U::kSize; ++i) values[i] += added[i];
     }
-#pragma unroll
-    for (int i = 0; i < U::kSize; ++i) unit.elements[i] = FromCompute<T>(values[i]);
+    const U unit = U::Packed(values);
     T* const y = reinterpret_cast<T*>(p.y) + first;
     if (p.aligned && first + U::kSize <= p.count) {
       unit.Store(y);
     } else {
-#pragma unroll
-      for (int i = 0; i < U::kSize; ++i) {
-        if (first + i < p.count) y[i] = unit.elements[i];
-      }
+      unit.StoreElements(y, [&](int i) { return first + i < p.count; });
     }
   }
 }

@@ -29,21 +29,20 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #include "core/alignment.h"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
+#include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/partial_sums.cuh"
+#include "core/cuda/vec.cuh"
 #include "heads/plan.h"
 
 namespace jax_fastops::cuda {
 namespace {
 
 struct Heads;  // the family of the kernels
-
-constexpr int kWarpSize = 32;
 
 struct HeadsArrays {
   char* x;  // read by a split, written by a merge
@@ -112,31 +111,16 @@ template <typename A, int kSize>
 __device__ __forceinline__ void StoreSums(const HeadsTiles& t, const HeadsArrays& arrays,
                                           const Slab& slab, uint32_t tile, int column, int row_lane,
                                           const A (&totals)[kSize]) {
-  constexpr int kLanesPerRun = 8;
   __shared__ A shared[kHeadsThreads * kSize];  // [row_lanes][columns][kSize]
   const int columns = 1 << t.log_columns, row_lanes = 1 << t.log_row_lanes;
 #pragma unroll
   for (int i = 0; i < kSize; ++i) shared[(row_lane * columns + column) * kSize + i] = totals[i];
-  __syncthreads();
-
-  if (tile >= slab.columns) return;
-  const int width = columns * kSize;
-  const int live = min(slab.columns - tile, static_cast<uint32_t>(columns)) * kSize;
-  A* sums = static_cast<A*>(arrays.sums) +
-            ((slab.first_batch * t.runs + slab.first_run) * t.row.divisor + tile) * kSize;
-  for (int i = threadIdx.x; i < live; i += kHeadsThreads) {
-    // In runs of 8: a single sum of up to 256 lanes would have a larger rounding error.
-    A sum = 0;
-    for (int first = 0; first < row_lanes; first += kLanesPerRun) {
-      A run = shared[first * width + i];
-#pragma unroll
-      for (int lane = 1; lane < kLanesPerRun; ++lane) {
-        if (first + lane < row_lanes) run += shared[(first + lane) * width + i];
-      }
-      sum += run;
-    }
-    sums[i] = sum;
-  }
+  const uint32_t live =
+      tile < slab.columns ? min(slab.columns - tile, uint32_t{1} << t.log_columns) : 0;
+  AddParts<kHeadsThreads>(shared, row_lanes, columns * kSize, live * kSize, [&](int i, A sum) {
+    const int64_t first = (slab.first_batch * t.runs + slab.first_run) * t.row.divisor + tile;
+    static_cast<A*>(arrays.sums)[first * kSize + i] = sum;
+  });
 }
 
 // T is the element type. A move needs only its size, so it takes the whole unit as one element.
@@ -177,10 +161,9 @@ __global__ void __launch_bounds__(kHeadsThreads)
   }
 
   for (int pass = 0; pass < (kSums ? t.passes : 1); ++pass) {
-    // Not for communication: it keeps the warps of a tile close together, because their narrow
-    // units share sectors. On an H100, heads of 127 floats and 512 rows in 32 passes take 1.34 of
-    // the floor with it, and 1.72 without.
-    if (kSums && pass > 0) __syncthreads();
+    // The narrow units of a tile share sectors. On an H100, heads of 127 floats and 512 rows in 32
+    // passes take 1.34 of the floor with it, and 1.72 without.
+    if (kSums && pass > 0) KeepWarpsTogether();
     U values[kInFlight];
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {

@@ -29,9 +29,12 @@
 #include "core/alignment.h"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
+#include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
+#include "core/cuda/math.cuh"
 #include "core/cuda/offsets.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/partial_sums.cuh"
+#include "core/cuda/vec.cuh"
 #include "core/integer.h"
 
 namespace jax_fastops::cuda {
@@ -39,7 +42,7 @@ namespace {
 
 struct Rotary;  // the family of the kernels
 
-constexpr int kWarpSize = 32, kWarps = 8;
+constexpr int kWarps = 8;
 
 // How rows and heads are divided. A block takes a chunk of heads for a run of rows. Row `i` of run
 // `r` of group `g` is g * group_rows + r * run_rows + i.
@@ -61,11 +64,11 @@ struct Tiles {
 template <typename T, int kSize, int kPairs>
 struct Lane {
   using A = ComputeType<T>;
-  using Bits = Word<kSize * sizeof(T)>;
+  using V = Vec<T, kSize * sizeof(T)>;
   static constexpr int kUnit = kSize, kElements = 2 * kSize * kPairs;
 
   struct Raw {
-    Bits bits[2 * kPairs];
+    V units[2 * kPairs];
   };
 
   const Tiles& t;
@@ -89,16 +92,14 @@ struct Lane {
 #pragma unroll
     for (int u = 0; u < 2 * kPairs; ++u) {
       const int at = At(u);
-      if (valid && at < t.head_size) raw.bits[u] = *reinterpret_cast<const Bits*>(head + at);
+      if (valid && at < t.head_size) raw.units[u] = V::Load(head + at);
     }
     return raw;
   }
 
   static __device__ __forceinline__ void Widen(const Raw& raw, A (&v)[kElements]) {
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      v[i] = ToCompute(ElementOf<T>(raw.bits[i / kSize], i % kSize));
-    }
+    for (int i = 0; i < kElements; ++i) v[i] = ToCompute(raw.units[i / kSize][i % kSize]);
   }
 
   __device__ __forceinline__ void Store(T* head, const A (&v)[kElements]) const {
@@ -106,10 +107,10 @@ struct Lane {
     for (int u = 0; u < 2 * kPairs; ++u) {
       const int at = At(u);
       if (at >= t.head_size) continue;
-      Unit<T, kSize * sizeof(T)> unit;
+      A values[kSize];
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) unit.elements[i] = FromCompute<T>(v[u * kSize + i]);
-      unit.Store(head + at);
+      for (int i = 0; i < kSize; ++i) values[i] = v[u * kSize + i];
+      V::Packed(values).Store(head + at);
     }
   }
 
@@ -179,17 +180,9 @@ struct Lane {
 // The sum over the lanes of a group, in each of them.
 template <typename A>
 __device__ __forceinline__ A GroupSum(A sum, int log_lanes) {
-  for (int i = log_lanes; i-- > 0;) sum += __shfl_xor_sync(0xffffffffu, sum, 1 << i);
-  return sum;
-}
-
-template <typename A>
-__device__ __forceinline__ A ReciprocalRoot(A x) {
-  if constexpr (sizeof(A) == 8) {
-    return 1 / sqrt(x);
-  } else {
-    return rsqrtf(x);
-  }
+  A sums[1] = {sum};
+  Butterfly(Sum(), sums, 1 << log_lanes);
+  return sums[0];
 }
 
 // What a block works on, and the thread's place in it.
@@ -325,7 +318,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kPairs > 1 ? 1 : 2)
         for (int e = 0; e < L::kElements; ++e) squares += v[e] * v[e];
         squares = GroupSum(squares, t.log_lanes) * static_cast<A>(t.inverse_size);
         if (scale != nullptr) {
-          const A rstd = ReciprocalRoot<A>(squares + static_cast<A>(t.eps));
+          const A rstd = FastReciprocalRoot(squares + static_cast<A>(t.eps));
 #pragma unroll
           for (int e = 0; e < L::kElements; ++e) v[e] = v[e] * rstd * factor[e];
         }
@@ -345,21 +338,16 @@ template <typename L, typename A, int kElements>
 __device__ __forceinline__ void StoreSums(const L& lane, A* shared, const A (&sums)[kElements],
                                           A* to) {
   const int warp = threadIdx.x / kWarpSize, in_warp = threadIdx.x % kWarpSize;
-  __syncthreads();  // the previous sums have been read
 #pragma unroll
   for (int e = 0; e < kElements; ++e) {
     shared[(warp * kElements + e) * kWarpSize + in_warp] = sums[e];
   }
-  __syncthreads();
-#pragma unroll
-  for (int e = 0; e < kElements; ++e) {
-    const int at = lane.At(e / L::kUnit);
-    if (e % kWarps != warp || at >= lane.t.head_size || to == nullptr) continue;
-    A sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += shared[(w * kElements + e) * kWarpSize + in_warp];
-    to[at + e % L::kUnit] = sum;
-  }
+  constexpr int kWidth = kElements * kWarpSize;
+  AddParts<kWarps * kWarpSize, true>(shared, kWarps, kWidth, kWidth, [&](int i, A sum) {
+    // The thread's own lane, since a block is a whole number of warps.
+    const int e = i / kWarpSize, at = lane.At(e / L::kUnit);
+    if (at < lane.t.head_size && to != nullptr) to[at + e % L::kUnit] = sum;
+  });
 }
 
 // Heads that share a sum are a slot: t.per_lane heads of one part. A chunk has a slot for each
@@ -431,7 +419,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kPairs > 1 ? 1 : 2)
         squares = GroupSum(squares, t.log_lanes) * static_cast<A>(t.inverse_size);
         // An absent head adds nothing to the sum that it shares, also if eps is 0.
         const bool present = own.own < own.heads;
-        const A rstd = present ? ReciprocalRoot<A>(squares + static_cast<A>(t.eps)) : A(0);
+        const A rstd = present ? FastReciprocalRoot(squares + static_cast<A>(t.eps)) : A(0);
         A products = 0;
         if (scale != nullptr) {
           A factor[kElements];

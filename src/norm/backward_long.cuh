@@ -14,7 +14,7 @@
 
 #include "core/cuda/group.cuh"
 #include "core/cuda/partial_sums.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "norm/backward_ring.cuh"
 #include "norm/plan.h"
 
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kBlock, sizeof(T) < 8 ? 2 : 1)
       A xhat[kLongColumns], dy[kLongColumns];
       const A rstd = static_cast<const A*>(p.arrays[kRstd])[row];
       tile.Load(p, row, rstd, xhat, dy);
-      __syncthreads();  // all threads have read the means, which dx overwrites now
+      RowGroup<kBlock>::Sync();  // all threads have read the means, which dx overwrites now
       T* dx = static_cast<T*>(p.dx) + row * p.n + tile.first;
 #pragma unroll
       for (int j = 0; j < kLongColumns; ++j) {

@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "core/cuda/async_copy.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "norm/plan.h"
 #include "norm/shape.h"
 
@@ -16,7 +16,6 @@ namespace jax_fastops::cuda {
 namespace {
 
 constexpr int kBlock = kNormBackwardThreads;
-constexpr int kWarpSize = 32;
 
 // The arrays that are read for each row.
 enum Array { kDy, kS, kRstd, kMean, kDsum, kDy2, kArrays };

@@ -7,22 +7,15 @@
 #include <cstring>
 #include <type_traits>
 
-#include "core/cuda/cluster_sum.cuh"
 #include "core/cuda/group.cuh"
 #include "core/cuda/kept.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/partial_sums.cuh"
+#include "core/cuda/vec.cuh"
 #include "norm/backward_ring.cuh"
 #include "norm/plan.h"
 
 namespace jax_fastops::cuda {
 namespace {
-
-// The sums of a worker that has several warps of a block. As in RowGroup, two buffers save a
-// barrier.
-template <typename A, int kCount, int kWorkers, int kWarps>
-struct WorkerSum {
-  A values[kWorkers][2][kCount][kWarps];
-};
 
 // How a kernel distributes the work. See NormBackwardForm.
 template <typename Element, bool kAligned, int kIndex>
@@ -51,11 +44,10 @@ struct Layout {
   // partial sum.
   static constexpr int kExchange = 8 * sizeof(float) / sizeof(A);
   static constexpr int kSums = 2 * kRepeat;  // per row of a tile: of g, and of g * xhat
-  using Group = RowGroup<kWarps ? kWarpSize : kThreads>;
-  using Scratch = std::conditional_t<
-      kClusters, ClusterSum<A, kSums, kBlock / kWarpSize, kNormBackwardCluster>,
-      std::conditional_t<kWarps, WorkerSum<A, kSums, kWorkers, kThreads / kWarpSize>,
-                         typename Group::template Scratch<A, kSums>>>;
+  using Group = RowGroup<kThreads, kWorkers>;
+  using Scratch =
+      std::conditional_t<kClusters, ClusterSum<A, kSums, kBlock / kWarpSize, kNormBackwardCluster>,
+                         typename Group::template Scratch<A, kSums>>;
   static_assert(kForm.columns % kSize == 0 && (kWorkers == 1 || kForm.columns % kExchange == 0));
   static_assert(kUnits % kGroup == 0 && kLeastUnits <= kUnits && kWorkerThreads % kWarpSize == 0);
 };
@@ -85,28 +77,21 @@ __device__ __forceinline__ void AddUpAndWriteSums(typename L::A (&totals)[L::kUn
     A* buffer = buffers + phase * L::kWorkers * kWidth;
 #pragma unroll
     for (int j = 0; j < kExchangeUnits; ++j) {
+      if constexpr (kThreads < kWarpSize) {
+        Butterfly(Sum(), totals[first + j], kWarpSize, kThreads);
+      }
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        A total = totals[first + j][i];
-#pragma unroll
-        for (int lanes = kThreads; lanes < kWarpSize; lanes *= 2) {
-          total += __shfl_xor_sync(0xffffffffu, total, lanes);
-        }
         if (in_worker < kThreads) {
-          buffer[worker * kWidth + (j * kThreads + in_worker) * kSize + i] = total;
+          buffer[worker * kWidth + (j * kThreads + in_worker) * kSize + i] = totals[first + j][i];
         }
       }
     }
-    __syncthreads();  // after it, the other buffer is free too
-#pragma unroll
-    for (int at = threadIdx.x; at < kWidth; at += kBlock) {
+    // After its barrier, the other buffer is free too.
+    AddParts<kBlock>(buffer, L::kWorkers, kWidth, kWidth, [&](int at, A sum) {
       const int column = first * kSize * kThreads + at;
-      if (column >= columns) continue;
-      A sum = buffer[at];
-#pragma unroll
-      for (int w = 1; w < L::kWorkers; ++w) sum += buffer[w * kWidth + at];
-      sums[column] = sum;
-    }
+      if (column < columns) sums[column] = sum;
+    });
     phase ^= 1;
   }
 }
@@ -246,7 +231,7 @@ struct Rows {
       shared.scratch.Begin();
     } else {
       Barrier::PublishInit();
-      __syncthreads();
+      RowGroup<kBlock>::Sync();
     }
   }
 
@@ -377,46 +362,14 @@ struct Rows {
     }
   }
 
-  __device__ __forceinline__ void SyncWorker() const {
-    if constexpr (L::kWorkers == 1) {
-      __syncthreads();
-    } else if constexpr (L::kWarps) {
-      asm volatile("barrier.sync %0, %1;" ::"r"(worker + 1), "n"(L::kWorkerThreads) : "memory");
-    } else {
-      __syncwarp();
-    }
-  }
-
   // Sums over the threads of a row. All threads of the worker have read their part of the stage
   // after it.
   __device__ __forceinline__ void AllReduce(A (&totals)[L::kSums]) {
     if constexpr (L::kClusters) {
       shared.scratch.AllReduce(totals, phase);
-    } else if constexpr (L::kWarps) {
-      constexpr int kWarps = L::kThreads / kWarpSize;
-#pragma unroll
-      for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) {
-#pragma unroll
-        for (int i = 0; i < L::kSums; ++i) {
-          totals[i] += __shfl_xor_sync(0xffffffffu, totals[i], lanes);
-        }
-      }
-      auto& values = shared.scratch.values[worker][phase];
-#pragma unroll
-      for (int i = 0; i < L::kSums; ++i) {
-        if (in_worker % kWarpSize == 0) values[i][in_worker / kWarpSize] = totals[i];
-      }
-      SyncWorker();
-#pragma unroll
-      for (int i = 0; i < L::kSums; ++i) {
-        totals[i] = values[i][0];
-#pragma unroll
-        for (int warp = 1; warp < kWarps; ++warp) totals[i] += values[i][warp];
-      }
-      phase ^= 1;
     } else {
       L::Group::AllReduce(Sum(), totals, shared.scratch, phase);
-      if constexpr (L::kWorkers > 1) __syncwarp();
+      if constexpr (L::kWorkers > 1 && !L::kWarps) L::Group::Sync();
     }
   }
 
@@ -518,7 +471,7 @@ struct Rows {
         if (!has_dsum) Fill(stage);
         WriteDx(tile, totals);
         if (has_dsum) {  // only this is still needed after the reduction
-          SyncWorker();
+          L::Group::Sync();
           Fill(stage);
         }
         if (++stage == p.stages) {

@@ -35,6 +35,7 @@
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
+#include "core/cuda/math.cuh"
 #include "core/integer.h"
 #include "norm/forward_long.cuh"
 #include "norm/forward_row.cuh"

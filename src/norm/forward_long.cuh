@@ -8,11 +8,11 @@
 #define JAX_FASTOPS_NORM_FORWARD_LONG_CUH_
 
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
-#include "core/cuda/cluster_sum.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/group.cuh"
+#include "core/cuda/math.cuh"
+#include "core/cuda/vec.cuh"
 #include "norm/forward_row.cuh"
 #include "norm/plan.h"
 
@@ -37,7 +37,6 @@ struct LongGroup {
 // The columns of a parameter that a thread needs, in shared memory.
 template <typename Row>
 struct KeptParameter {
-  using Us = typename Row::Us;
   using A = typename Row::A;
   static constexpr int kUnits = Row::kUnits;
   static constexpr int kPieces = Row::kSize * int{sizeof(A)} / 16;  // words of a wide unit
@@ -69,7 +68,7 @@ struct KeptParameter {
   __device__ __forceinline__ void Load(int k, A (&values)[Row::kSize]) const {
     if constexpr (!std::is_same_v<A, typename Row::T>) {
       if (!wide) {
-        Us::Unpack(Us::U::Load(At(k, 0)), values);
+        Row::U::Load(At(k, 0)).Unpack(values);
         return;
       }
     }
@@ -92,12 +91,11 @@ __global__ void __launch_bounds__(kNormLongThreads, 1024 / kNormLongThreads)
     NormLongKernel(const NormForwardParams p) {
   if constexpr (kHopper) {
     using Row = Held<T, NormAccess::kUnits, LongGroup, kNormLongHeld>;
-    using Us = typename Row::Us;
-    using U = typename Us::U;
+    using U = typename Row::U;
     using A = typename Row::A;
     constexpr int kSize = Row::kSize, kUnits = Row::kUnits;
     __shared__ typename Row::Scratch scratch;
-    extern __shared__ uint4 kept[];
+    extern __shared__ __align__(16) char kept[];
     int phase = 0;
     scratch.Begin();
 
@@ -110,11 +108,7 @@ __global__ void __launch_bounds__(kNormLongThreads, 1024 / kNormLongThreads)
     const auto fetch = [&] {
 #pragma unroll
       for (int k = 0; k < kUnits; ++k) {
-        if (row.Has(k)) {
-          units[k] = row.piece.Load(p.x, Row::First(k));
-        } else {
-          memset(&units[k], 0, sizeof(U));
-        }
+        units[k] = row.Has(k) ? row.piece.Load(p.x, Row::First(k)) : U{};
       }
       if (p.residual == nullptr) return;
 #pragma unroll
@@ -124,7 +118,7 @@ __global__ void __launch_bounds__(kNormLongThreads, 1024 / kNormLongThreads)
     };
     fetch();
     KeptParameter<Row> input_bias, scale, bias;
-    char* next = reinterpret_cast<char*>(kept);
+    char* next = kept;
     input_bias.Keep(p.input_bias, row, next);
     scale.Keep(p.scale, row, next);
     bias.Keep(p.bias, row, next);
@@ -132,7 +126,7 @@ __global__ void __launch_bounds__(kNormLongThreads, 1024 / kNormLongThreads)
 #pragma unroll
       for (int k = 0; k < kUnits; ++k) {
         A(&values)[kSize] = row.s[k];
-        Us::Unpack(units[k], values);
+        units[k].Unpack(values);
         if (!p.adds || !row.Has(k)) continue;
         if (p.input_bias.data != nullptr) {
           A added[kSize];
@@ -142,13 +136,13 @@ __global__ void __launch_bounds__(kNormLongThreads, 1024 / kNormLongThreads)
         }
         if (p.residual != nullptr) {
           A added[kSize];
-          Us::Unpack(residual[k], added);
+          residual[k].Unpack(added);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) values[i] += added[i];
         }
-        const U rounded = Us::Pack(values);
+        const U rounded = U::Packed(values);
         if (p.sum != nullptr) row.piece.Store(p.sum, Row::First(k), rounded);
-        Us::Unpack(rounded, values);
+        rounded.Unpack(values);
       }
       const int64_t start = row.piece.start;
       row.piece.start += stride * p.n;
@@ -173,7 +167,7 @@ __global__ void __launch_bounds__(kNormLongThreads, 1024 / kNormLongThreads)
 #pragma unroll
           for (int i = 0; i < kSize; ++i) values[i] += columns[i];
         }
-        row.piece.Store(p.y, Row::First(k), Us::Pack(values));
+        row.piece.Store(p.y, Row::First(k), U::Packed(values));
       }
       if (block == 0 && threadIdx.x == 0) {
         StoreMoments(p, index, moments.mean + moments.correction, rstd);

@@ -11,13 +11,11 @@
 #define JAX_FASTOPS_NORM_FORWARD_ROW_CUH_
 
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
 #include "core/cuda/group.cuh"
 #include "core/cuda/kept.cuh"
-#include "core/cuda/shifted.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "norm/plan.h"
 #include "norm/shape.h"
 
@@ -67,53 +65,19 @@ __device__ __forceinline__ A Inverse(const NormForwardParams& p) {
   return p.inverse;
 }
 
-// Units of elements. They are loaded as whole registers, otherwise the compiler would split them
-// into 16-bit elements.
+// A unit of elements.
 template <typename T, NormAccess kAccess>
-struct Units {
-  using A = ComputeType<T>;
-  static constexpr int kBytes = kAccess == NormAccess::kElements ? sizeof(T)
-                                : kAccess == NormAccess::kPairs  ? 2 * sizeof(T)
-                                                                 : 16;
-  using Part = std::conditional_t<sizeof(T) == 8, uint64_t,
-                                  std::conditional_t<kBytes == 2, uint16_t, uint32_t>>;
-  using U = Unit<Part, kBytes>;
-  static constexpr int kSize = kBytes / sizeof(T);
-  static constexpr int kPartSize = sizeof(Part) / sizeof(T);
-
-  static __device__ __forceinline__ void Unpack(const U& unit, A (&values)[kSize]) {
-#pragma unroll
-    for (int i = 0; i < kSize; i += kPartSize) {
-      const Part part = unit.elements[i / kPartSize];
-      T elements[kPartSize];
-      memcpy(elements, &part, sizeof(Part));
-#pragma unroll
-      for (int j = 0; j < kPartSize; ++j) values[i + j] = ToCompute(elements[j]);
-    }
-  }
-
-  static __device__ __forceinline__ U Pack(const A (&values)[kSize]) {
-    U unit;
-#pragma unroll
-    for (int i = 0; i < kSize; i += kPartSize) {
-      T elements[kPartSize];
-#pragma unroll
-      for (int j = 0; j < kPartSize; ++j) elements[j] = FromCompute<T>(values[i + j]);
-      Part part;
-      memcpy(&part, elements, sizeof(Part));
-      unit.elements[i / kPartSize] = part;
-    }
-    return unit;
-  }
-};
+using UnitOf = Vec<T, kAccess == NormAccess::kElements ? int{sizeof(T)}
+                      : kAccess == NormAccess::kPairs  ? 2 * int{sizeof(T)}
+                                                       : 16>;
 
 // A part of a row from the view of one thread. Elements are counted from the first one of the
 // thread's first unit. The other units follow at distances that are compile-time constants, so one
 // address per array is enough.
 template <typename T, NormAccess kAccess>
 struct Piece {
-  using U = typename Units<T, kAccess>::U;
-  static constexpr int kSize = Units<T, kAccess>::kSize;
+  using U = UnitOf<T, kAccess>;
+  static constexpr int kSize = U::kSize;
   static constexpr bool kAligned = kAccess != NormAccess::kShifted;
 
   int64_t start;   // index of the thread's first element in x; may be before the row
@@ -214,23 +178,11 @@ struct Piece {
   // Element by element: units at the ends of the array, or of the row, and arrays whose offset from
   // 16 bytes is not that of x.
   __device__ __forceinline__ U LoadElements(const char* at, int first) const {
-    T elements[kSize];
-    memset(elements, 0, sizeof(elements));
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      if (HasElement(first + i)) elements[i] = reinterpret_cast<const T*>(at)[i];
-    }
-    U unit;
-    memcpy(&unit, elements, sizeof(unit));
-    return unit;
+    return U::LoadElements(reinterpret_cast<const T*>(at),
+                           [&](int i) { return HasElement(first + i); });
   }
   __device__ __forceinline__ void StoreElements(char* at, int first, const U& unit) const {
-    T elements[kSize];
-    memcpy(elements, &unit, sizeof(unit));
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      if (HasElement(first + i)) reinterpret_cast<T*>(at)[i] = elements[i];
-    }
+    unit.StoreElements(reinterpret_cast<T*>(at), [&](int i) { return HasElement(first + i); });
   }
 };
 
@@ -238,12 +190,11 @@ struct Piece {
 template <typename Element, NormAccess kAccess, typename Group, int kHeld>
 struct Held {
   using T = Element;
-  using Us = Units<T, kAccess>;
-  using U = typename Us::U;
+  using U = UnitOf<T, kAccess>;
   using A = ComputeType<T>;
   using Part = Piece<T, kAccess>;
   static constexpr bool kAligned = Part::kAligned;
-  static constexpr int kSize = Us::kSize;
+  static constexpr int kSize = U::kSize;
   static constexpr int kUnits = kHeld / int{sizeof(A)} / kSize;  // per thread
   static constexpr int kCapacity = kUnits * Group::kSize;        // units
   // Units whose parameters a thread loads before it waits for them.
@@ -299,11 +250,7 @@ struct Held {
     U units[kUnits];
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
-      if (Has(k)) {
-        units[k] = piece.Load(array, First(k));
-      } else {
-        memset(&units[k], 0, sizeof(U));
-      }
+      units[k] = Has(k) ? piece.Load(array, First(k)) : U{};
     }
     [[maybe_unused]] KeptUnits<kSize, kUnits> kept;
     [[maybe_unused]] const A gain = static_cast<A>(p.dropout.scale);
@@ -314,7 +261,7 @@ struct Held {
     if (!kDrops && !adds) {
 #pragma unroll
       for (int k = 0; k < kUnits; ++k) {
-        Us::Unpack(units[k], s[k]);
+        units[k].Unpack(s[k]);
         piece.Mask(First(k), s[k]);
       }
       return;
@@ -338,7 +285,7 @@ struct Held {
           LoadColumns(p, p.input_bias, from + k, bias);
         }
         A(&values)[kSize] = s[from + k];
-        Us::Unpack(units[from + k], values);
+        units[from + k].Unpack(values);
         if (!Has(from + k)) continue;
         if (p.input_bias.data != nullptr) {
 #pragma unroll
@@ -352,13 +299,13 @@ struct Held {
         }
         if (p.residual != nullptr) {
           A added[kSize];
-          Us::Unpack(residual[k], added);
+          residual[k].Unpack(added);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) values[i] += added[i];
         }
-        const U rounded = Us::Pack(values);
+        const U rounded = U::Packed(values);
         if (p.sum != nullptr) piece.Store(p.sum, First(from + k), rounded);
-        Us::Unpack(rounded, values);
+        rounded.Unpack(values);
         piece.Mask(First(from + k), values);
       }
     }
@@ -465,20 +412,11 @@ struct Held {
           if (!kMixed || p.scale.data != nullptr) values[i] *= scale[k][i];
           if (kBias && (!kMixed || p.bias.data != nullptr)) values[i] += bias[k][i];
         }
-        piece.Store(p.y, First(from + k), Us::Pack(values));
+        piece.Store(p.y, First(from + k), U::Packed(values));
       }
     }
   }
 };
-
-// rsqrtf with one Newton step, since its error may reach two units in the last place. The step is
-// skipped where its terms would not be normal numbers.
-__device__ __forceinline__ float ReciprocalRoot(float x) {
-  const float root = rsqrtf(x);
-  const float step = 0.5f * root * fmaf(-(x * root), root, 1.0f);
-  return x > 1e-30f && x < 1e30f ? root + step : root;
-}
-__device__ __forceinline__ double ReciprocalRoot(double x) { return 1.0 / sqrt(x); }
 
 template <typename A>
 __device__ __forceinline__ void StoreMoments(const NormForwardParams& p, int64_t row, A mean,

@@ -14,7 +14,7 @@
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/relu_tiles.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda {
 
@@ -116,8 +116,7 @@ __device__ __forceinline__ void BackwardChunk(const ReluParams& p, int64_t begin
   const uint32_t word = LoadMaskWord(p.mask.layout, p.mask.data, p.mask_bytes, begin, count);
 #pragma unroll
   for (int k = 0; k < kReluTogether; ++k) {
-    const uint32_t bits = __shfl_sync(kFullWarp, word, k);
-    const U value = (bits >> lane) & 1 ? values[k] : U{0};
+    const U value = BitOfRow(word, k) ? values[k] : U{0};
     if (k * kWarpSize < rest) dx[k * kWarpSize] = value;
   }
 }
@@ -148,12 +147,11 @@ __device__ __forceinline__ void BackwardTile(const ReluParams& p, int64_t begin)
 #pragma unroll
   for (int i = 0; i < kReluWords<U>; ++i) {
     if constexpr (kRagged) {
-      words[i] = __shfl_sync(
-          kFullWarp,
-          LoadMaskWord(p.mask.layout, p.mask.data, p.mask_bytes, begin + i * kMaskTile, kMaskTile),
-          WordOfLane<kField>(lane));
+      words[i] =
+          LoadMaskFields<kField>(p.mask.layout, p.mask.data, p.mask_bytes, begin + i * kMaskTile);
+    } else {
+      words[i] = TransposeFields<kField>(words[i]);
     }
-    words[i] = TransposeFields<kField>(words[i]);
   }
 #pragma unroll
   for (int k = 0; k < kReluTogether; ++k) {

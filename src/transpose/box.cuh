@@ -206,7 +206,7 @@ __device__ __forceinline__ void WriteStaged(const BoxPlan& p, const BoxPosition&
     if (begin + 16 <= bytes) {
       const char* from = memory.staged + (segment * p.out.chunks.divisor + chunk) * 16;
       const Window window(Load<uint4>(from), Load<uint4>(from + 16), skip);
-      Store(address + begin, window.Get());
+      Store(address + begin, Bytes(window));
     }
   }
   // The elements before the first chunk of a segment, and those after the last one.

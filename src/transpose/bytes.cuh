@@ -3,11 +3,9 @@
 #define JAX_FASTOPS_TRANSPOSE_BYTES_CUH_
 
 #include <cstdint>
-#include <cstring>
 
 #include "core/cuda/divide.cuh"
-#include "core/cuda/shifted.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda::transpose {
 
@@ -40,34 +38,15 @@ __device__ __forceinline__ int ToAlignment(const char* p, int alignment) {
   return -Misalignment(p, alignment) & (alignment - 1);
 }
 
-// The 16 bytes at any address, from the two aligned chunks that contain them. Both chunks must be
-// readable.
-struct Window {
-  uint4 chunks[2];
-  int shift;  // bytes
-
-  Window() = default;
-  __device__ __forceinline__ Window(uint4 low, uint4 high, int shift)
-      : chunks{low, high}, shift(shift) {}
-  __device__ __forceinline__ explicit Window(const char* p)
-      : Window(Load<uint4>(AlignDown(p, 16)), Load<uint4>(AlignDown(p, 16) + 16),
-               Misalignment(p, 16)) {}
-
-  // Whether the chunks of the window at p are within the array.
-  static __device__ __forceinline__ bool IsReadable(const char* p, const char* begin,
-                                                    const char* end) {
-    return AlignDown(p, 16) >= begin && AlignDown(p, 16) + 32 <= end;
-  }
-
-  __device__ __forceinline__ uint4 Get() const {
-    uint4 bytes;
-    ShiftWords<1>(chunks, shift, bytes);
-    return bytes;
-  }
-};
+// The 16 bytes at any address. Both of their chunks must be readable.
+using Window = Shifted<uint8_t, 16>;
 
 __device__ __forceinline__ uint4 Bytes(const uint4& v) { return v; }
-__device__ __forceinline__ uint4 Bytes(const Window& window) { return window.Get(); }
+__device__ __forceinline__ uint4 Bytes(const Window& window) {
+  uint4 bytes;
+  window.Take(bytes);
+  return bytes;
+}
 
 // The same byte by byte, without reading at or after `end`.
 __device__ __forceinline__ uint4 LoadBytes(const char* p, const char* end) {

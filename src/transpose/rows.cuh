@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(kRowsThreads)
 #pragma unroll
   for (int k = 0; k < kChunksPerThread; ++k) {
     if (wide[k]) {
-      uint4 value = first[k].Get();
-      if (rest[k] < 16) value = Merge(value, second[k].Get(), rest[k]);
+      uint4 value = Bytes(first[k]);
+      if (rest[k] < 16) value = Merge(value, Bytes(second[k]), rest[k]);
       Store(y + begin[k], value);
     } else {
       for (int64_t b = max(begin[k], int64_t{0}); b < min(begin[k] + 16, bytes); ++b) {

@@ -269,7 +269,7 @@ __device__ __forceinline__ void WriteChunks(const TilePosition& tile, TileMemory
       if (skip + chunk * 16 + 16 <= tile.live_rows * Shape::kElement) {
         const Window window(*memory.Chunk(column, from),
                             *memory.Chunk(column, min(from + 1, Shape::kAllChunks - 1)), skip % 16);
-        Store(address + skip + chunk * 16, window.Get());
+        Store(address + skip + chunk * 16, Bytes(window));
       }
     }
   }

@@ -8,8 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "core/cuda/shifted.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "window_sum/plan.h"
 
 namespace jax_fastops::cuda::window_sum {

@@ -22,7 +22,8 @@
 #include <cstring>
 
 #include "core/cuda/divide.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/group.cuh"
+#include "core/cuda/vec.cuh"
 #include "window_sum/arrays.cuh"
 #include "window_sum/plan.h"
 
@@ -176,13 +177,9 @@ struct ColumnsStrip {
     for (int e = 0; e < kSize; ++e) unit.elements[e] = FromCompute<T>(values[e]);
     const bool summed = i >= 0 && i < sums;
     if constexpr (kShifted) {
-      uint4 own, left;
+      uint4 own;
       memcpy(&own, unit.elements, 16);
-      const int from = (threadIdx.x & 31) - 1;
-      left.x = __shfl_sync(0xffffffffu, own.x, from);
-      left.y = __shfl_sync(0xffffffffu, own.y, from);
-      left.z = __shfl_sync(0xffffffffu, own.z, from);
-      left.w = __shfl_sync(0xffffffffu, own.w, from);
+      const uint4 left = FromLane(own, (threadIdx.x & 31) - 1);
       if (column > 0 && summed) StoreShifted(left, own, y + i * arrays.inner, at, arrays.inner);
     } else {
       if (active && summed) unit.template Store<CacheHint::kStreaming>(y + i * arrays.inner);
@@ -194,36 +191,19 @@ struct ColumnsStrip {
 template <typename T, typename Bits, int kRows, typename A, int kSize>
 __device__ __forceinline__ void SumGroup(const ColumnsThread& t, const Bits (&units)[kRows],
                                          A (&before)[kSize], A (&after)[kSize]) {
-  constexpr unsigned kAll = 0xffffffffu;
+  if (t.group_slots == 1) {
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) before[i] = after[i] = 0;
-  if (t.group_slots == 1) return;
-  A up[kSize], down[kSize];
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    up[i] = ToCompute(ElementOf<T>(units[0], i));
-#pragma unroll
-    for (int k = 1; k < kRows; ++k) up[i] += ToCompute(ElementOf<T>(units[k], i));
-    down[i] = up[i];
-  }
-  const int lane = threadIdx.x & 31;
-  for (int d = 1; d < t.group_slots; d <<= 1) {
-    const bool has_left = t.in_group >= d, has_right = t.in_group + d < t.group_slots;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      const A left = __shfl_sync(kAll, up[i], lane - (d << t.log_width));
-      const A right = __shfl_sync(kAll, down[i], lane + (d << t.log_width));
-      if (has_left) up[i] = left + up[i];
-      if (has_right) down[i] += right;
-    }
+    for (int i = 0; i < kSize; ++i) before[i] = after[i] = 0;
+    return;
   }
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
-    const A left = __shfl_sync(kAll, up[i], lane - t.width);
-    const A right = __shfl_sync(kAll, down[i], lane + t.width);
-    before[i] = t.in_group > 0 ? left : A(0);
-    after[i] = t.in_group + 1 < t.group_slots ? right : A(0);
+    before[i] = ToCompute(ElementOf<T>(units[0], i));
+#pragma unroll
+    for (int k = 1; k < kRows; ++k) before[i] += ToCompute(ElementOf<T>(units[k], i));
+    after[i] = before[i];
   }
+  SumOthers(before, after, t.in_group, t.group_slots, t.width);
 }
 
 // Adds the `whole - 1` groups before a group, whose first row in the ring is `group_at`, to
@@ -239,13 +219,8 @@ __device__ __forceinline__ void SumMiddle(const ColumnsThread& t, const ColumnsR
 #pragma unroll
     for (int i = 0; i < kSize; ++i) middle[i] += sum[i];
   }
-  __syncwarp();
-  for (int d = 1; d < t.group_slots; d <<= 1) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      middle[i] += __shfl_xor_sync(0xffffffffu, middle[i], d << t.log_width);
-    }
-  }
+  RowGroup<kWarpSize>::Sync();
+  Butterfly(Sum(), middle, t.group_slots << t.log_width, t.width);
 }
 
 template <typename T, int kBytes, bool kShifted>

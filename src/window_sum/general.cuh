@@ -12,7 +12,7 @@
 
 #include <cstdint>
 
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "core/integer.h"
 #include "window_sum/arrays.cuh"
 #include "window_sum/plan.h"

@@ -23,7 +23,8 @@
 #include <cstring>
 
 #include "core/cuda/divide.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/group.cuh"
+#include "core/cuda/vec.cuh"
 #include "window_sum/arrays.cuh"
 #include "window_sum/plan.h"
 
@@ -162,7 +163,6 @@ __device__ __forceinline__ void WarpsGroupSums(const Arrays& a, int log_lanes,
   using A = ComputeType<T>;
   using Access = WarpsAccess<T, kKind, kPlain>;
   constexpr int kSize = Access::kSize, kUnits = kWarpsUnits;
-  constexpr unsigned kAll = 0xffffffffu;
   const Access access = {a};
   const int n = static_cast<int>(a.n);
   const int pad = static_cast<int>(a.pad), behind = static_cast<int>(a.window) - 1;
@@ -217,21 +217,8 @@ __device__ __forceinline__ void WarpsGroupSums(const Arrays& a, int log_lanes,
     for (int i = 1; i < kSize; ++i) left[k] += values[i];
     right[k] += between[k];
     left[k] += between[k];
-    const A from_left = __shfl_up_sync(kAll, left[k], 1);
-    const A from_right = __shfl_down_sync(kAll, right[k], 1);
-    left[k] = in_group > 0 ? from_left : A(0);
-    right[k] = in_group + 1 < lanes ? from_right : A(0);
   }
-  for (int d = 1; d < lanes; d *= 2) {
-    const bool has_left = in_group >= d, has_right = in_group + d < lanes;
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      const A from_left = __shfl_up_sync(kAll, left[k], d);
-      const A from_right = __shfl_down_sync(kAll, right[k], d);
-      if (has_left) left[k] = from_left + left[k];
-      if (has_right) right[k] += from_right;
-    }
-  }
+  SumOthers(left, right, in_group, lanes);
 
 #pragma unroll
   for (int k = 0; k < kUnits; ++k) {
@@ -280,7 +267,7 @@ __global__ void __launch_bounds__(kWindowSumThreads, WarpsBlocks(kKind))
       WarpsGroupSums<T, kKind, kPlain>(a, tiles.log_lanes, place);
     }
   };
-  if (__all_sync(0xffffffffu, plain)) {
+  if (HoldsInWarp(plain)) {
     sums.template operator()<true>();
   } else {
     sums.template operator()<false>();

@@ -21,17 +21,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/cuda/group.cuh"
+
 namespace jax_fastops::cuda {
-
-constexpr int kWarpSize = 32;
-constexpr unsigned kFullWarp = 0xffffffffu;
-
-// The warp's index in its block. The shuffle tells the compiler that the value is the same in all
-// lanes. Branches on it leave the warp converged, and the compiler need not handle divergence in
-// the shuffles that follow.
-__device__ __forceinline__ int WarpIndex() {
-  return __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0);
-}
 
 // Elements covered by the 32 mask words of a warp.
 constexpr int kMaskTile = 32 * kWarpSize;
@@ -75,6 +67,26 @@ template <int kField>
 __device__ __forceinline__ int LaneOfWord(int word) {
   constexpr int kGroup = 32 / kField;
   return word % kField * kGroup + word / kField;
+}
+
+// Whether element 32 * row + lane of 1024 has its bit set, if lane w has the bits of elements 32 *
+// w
+// ... 32 * w + 31 in `word`.
+__device__ __forceinline__ bool BitOfRow(uint32_t word, int row) {
+  return __shfl_sync(kFullWarp, word, row) >> threadIdx.x % kWarpSize & 1;
+}
+
+// Sets bits in shared memory: all threads of the block call it, and each of them calls draw(set);
+// set(at, bits) sets the bits from `at` on, at most 8.
+template <int kThreads, int kWords, typename Draw>
+__device__ __forceinline__ void SetBits(uint32_t (&words)[kWords], const Draw& draw) {
+  for (uint32_t i = threadIdx.x; i < kWords; i += kThreads) words[i] = 0;
+  __syncthreads();
+  draw([&](uint32_t at, uint32_t bits) {
+    atomicOr(&words[at / 32], bits << at % 32);
+    if (at % 32 > 24) atomicOr(&words[at / 32 + 1], bits >> (32 - at % 32));
+  });
+  __syncthreads();
 }
 
 // The shape of a ragged mask, with the reciprocals that find a byte's row without a division.
@@ -213,6 +225,15 @@ __device__ __forceinline__ uint32_t LoadMaskWord(const MaskLayout& layout, const
   }
   for (byte += kAhead; position < end; ++byte) consume(mask[byte]);
   return word;
+}
+
+// The fields of 1024 elements from `begin` on, as TransposeFields gives them for a flat mask.
+template <int kField>
+__device__ __forceinline__ uint32_t LoadMaskFields(const MaskLayout& layout, const uint8_t* mask,
+                                                   int64_t mask_bytes, int64_t begin) {
+  const uint32_t word = LoadMaskWord(layout, mask, mask_bytes, begin, kMaskTile);
+  return TransposeFields<kField>(
+      __shfl_sync(kFullWarp, word, WordOfLane<kField>(threadIdx.x % kWarpSize)));
 }
 
 }  // namespace jax_fastops::cuda

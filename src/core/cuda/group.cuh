@@ -1,5 +1,6 @@
-// Groups of threads that reduce one row of an array: a part of a warp, a block, or the blocks of a
-// cluster. The size of a `Group` is known at run time, that of a `RowGroup` when it is compiled.
+// Groups of threads that reduce one row of an array: a part of a warp, some warps of a block, a
+// block, or the blocks of a cluster. The size of a `Group` is known at run time, that of a
+// `RowGroup` and of the block of a `ClusterSum` when it is compiled.
 //
 // Every thread of a group gets the same result, bit for bit: all threads add the same partial
 // values in an order that does not depend on the thread. No atomics are used, so the results are
@@ -7,11 +8,45 @@
 #ifndef JAX_FASTOPS_CORE_CUDA_GROUP_CUH_
 #define JAX_FASTOPS_CORE_CUDA_GROUP_CUH_
 
-#include <cmath>
+#include <cooperative_groups.h>
 
-#include "core/cuda/cluster_sum.cuh"
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "core/cuda/async_copy.cuh"
 
 namespace jax_fastops::cuda {
+
+inline constexpr int kWarpSize = 32;
+inline constexpr unsigned kFullWarp = 0xffffffffu;
+
+// The warp's index in its block. The shuffle tells the compiler that the value is the same in all
+// lanes. Branches on it leave the warp converged, and the compiler need not handle divergence in
+// the shuffles that follow.
+__device__ __forceinline__ int WarpIndex() {
+  return __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0);
+}
+
+// This block's index in its cluster, and the number of blocks of a cluster. Without clusters each
+// block is a cluster.
+__device__ __forceinline__ int BlockOfCluster() {
+  uint32_t rank = 0;
+  if constexpr (kHopper) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+__device__ __forceinline__ int BlocksOfCluster() {
+  uint32_t blocks = 1;
+  if constexpr (kHopper) asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  return static_cast<int>(blocks);
+}
+
+// This cluster's index in the launch.
+__device__ __forceinline__ uint32_t ClusterIndex() {
+  uint32_t index = blockIdx.x;
+  if constexpr (kHopper) asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
 
 struct Sum {
   template <typename A>
@@ -34,16 +69,95 @@ struct Max {
   __device__ __forceinline__ double operator()(double a, double b) const { return fmax(a, b); }
 };
 
-// Reduces each value over `width` neighboring lanes, a power of two.
+// Reduces each value over `width` neighboring lanes, a power of two; with `from`, also one, over
+// every from-th of them.
 template <typename Op, typename A, int kCount>
-__device__ __forceinline__ void Butterfly(Op op, A (&values)[kCount], int width) {
-  for (int step = width / 2; step > 0; step /= 2) {
+__device__ __forceinline__ void Butterfly(Op op, A (&values)[kCount], int width, int from = 1) {
+  for (int step = width / 2; step >= from; step /= 2) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      values[i] = op(values[i], __shfl_xor_sync(0xffffffffu, values[i], step));
+      values[i] = op(values[i], __shfl_xor_sync(kFullWarp, values[i], step));
     }
   }
 }
+
+// The value of lane `lane`, and of the lane whose index differs by an exclusive or with `mask`. V
+// has a multiple of 4 bytes. All lanes of the warp call these.
+template <typename V>
+__device__ __forceinline__ V FromLane(const V& value, int lane) {
+  uint32_t words[sizeof(V) / 4];
+  memcpy(words, &value, sizeof(V));
+#pragma unroll
+  for (uint32_t& word : words) word = __shfl_sync(kFullWarp, word, lane);
+  V other;
+  memcpy(&other, words, sizeof(V));
+  return other;
+}
+template <typename V>
+__device__ __forceinline__ V Exchange(const V& value, int mask) {
+  uint32_t words[sizeof(V) / 4];
+  memcpy(words, &value, sizeof(V));
+#pragma unroll
+  for (uint32_t& word : words) word = __shfl_xor_sync(kFullWarp, word, mask);
+  V other;
+  memcpy(&other, words, sizeof(V));
+  return other;
+}
+
+// Whether all lanes of the warp have the same value, and whether `condition` holds in all of them.
+template <typename V>
+__device__ __forceinline__ bool IsSameInWarp(V value) {
+  return __all_sync(kFullWarp, value == __shfl_sync(kFullWarp, value, 0));
+}
+__device__ __forceinline__ bool HoldsInWarp(bool condition) {
+  return __all_sync(kFullWarp, condition);
+}
+
+// Replaces `before` by its sum over the lanes of a group before this one, and `after` by its sum
+// over those after it. A group has `lanes` lanes, `step` apart; this one has index `rank`.
+template <typename A, int kCount>
+__device__ __forceinline__ void SumOthers(A (&before)[kCount], A (&after)[kCount], int rank,
+                                          int lanes, int step = 1) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const A from_before = __shfl_up_sync(kFullWarp, before[i], step);
+    const A from_after = __shfl_down_sync(kFullWarp, after[i], step);
+    before[i] = rank > 0 ? from_before : A(0);
+    after[i] = rank + 1 < lanes ? from_after : A(0);
+  }
+  for (int apart = 1; apart < lanes; apart *= 2) {
+    const bool has_before = rank >= apart, has_after = rank + apart < lanes;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const A from_before = __shfl_up_sync(kFullWarp, before[i], apart * step);
+      const A from_after = __shfl_down_sync(kFullWarp, after[i], apart * step);
+      if (has_before) before[i] += from_before;
+      if (has_after) after[i] += from_after;
+    }
+  }
+}
+
+// Reduces each value over `threads` neighboring threads of a block of kWarps warps; both are powers
+// of two. `scratch` is in shared memory, and used once.
+template <typename Op, typename A, int kCount, int kWarps>
+__device__ __forceinline__ void ReduceNeighbors(Op op, A (&values)[kCount], int threads,
+                                                A (&scratch)[kCount][kWarps]) {
+  Butterfly(op, values, min(threads, kWarpSize));
+  if (threads <= kWarpSize) return;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize, warps = threads / kWarpSize;
+  if (threadIdx.x % kWarpSize == 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) scratch[i][warp] = values[i];
+  }
+  __syncthreads();
+  const int other = (warp & ~(warps - 1)) | (threadIdx.x & (warps - 1));
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = scratch[i][other];
+  Butterfly(op, values, warps);
+}
+
+// Keeps the warps of a block close together, for what they find in caches. No barrier to rely on.
+__device__ __forceinline__ void KeepWarpsTogether() { __syncthreads(); }
 
 // The lanes of a row: `lanes` of each block, a power of two up to 32 or the size of the block, and
 // all blocks of the cluster if the launch has clusters. kValues are reduced at once.
@@ -116,13 +230,14 @@ struct Group {
 };
 
 // kThreads is the number of threads of the group in one block. Up to 32 it is a power of two, and a
-// warp has 32 / kThreads groups; above 32 it is a multiple of 32 and the size of the block.
-template <int kThreads>
+// warp has 32 / kThreads groups; above 32 it is a multiple of 32, and a block has kGroups groups.
+template <int kThreads, int kGroups = 1>
 class RowGroup {
   static constexpr bool kPowerOfTwo = (kThreads & (kThreads - 1)) == 0;
-  static_assert(kThreads <= 32 ? kPowerOfTwo : kThreads % 32 == 0 && kThreads <= 1024);
+  static_assert(kThreads <= 32 ? kPowerOfTwo : kThreads % 32 == 0 && kThreads * kGroups <= 1024);
   static constexpr int kWarps = kThreads < 32 ? 1 : kThreads / 32;
-  static constexpr bool kShuffles = kThreads <= 32;  // the group is within a warp
+  static constexpr bool kShuffles = kThreads <= 32;           // the group is within a warp
+  static constexpr bool kShared = !kShuffles && kGroups > 1;  // the block has other groups
 
  public:
   static constexpr int kSize = kThreads;
@@ -132,12 +247,24 @@ class RowGroup {
   // other half. Groups within a warp do not use it.
   template <typename A, int kMost>
   struct Scratch {
-    A values[kShuffles ? 1 : 2][kMost][kWarps];
+    A values[kShared ? kGroups : 1][kShuffles ? 1 : 2][kMost][kWarps];
   };
 
   // This thread's index among the kSize threads of its row.
   static __device__ __forceinline__ int Rank() {
-    return kShuffles ? threadIdx.x % kThreads : threadIdx.x;
+    return kShuffles || kShared ? threadIdx.x % kThreads : threadIdx.x;
+  }
+
+  // A barrier of the threads of the group, and of the other groups of its warp.
+  static __device__ __forceinline__ void Sync() {
+    if constexpr (kShuffles) {
+      __syncwarp();
+    } else if constexpr (kShared) {  // barrier 0 is that of __syncthreads
+      asm volatile("barrier.sync %0, %1;" ::"r"(threadIdx.x / kThreads + 1), "n"(kThreads)
+                   : "memory");
+    } else {
+      __syncthreads();
+    }
   }
 
   // Reduces each of `values` over the group. All threads of the group must call it, and so must the
@@ -147,31 +274,124 @@ class RowGroup {
   static __device__ __forceinline__ void AllReduce(Op op, A (&values)[kCount],
                                                    Scratch<A, kMost>& scratch, int& phase) {
     static_assert(kCount <= kMost);
+    Butterfly(op, values, kThreads < 32 ? kThreads : 32);
+    if constexpr (kShuffles) return;
+    auto& all = scratch.values[kShared ? threadIdx.x / kThreads : 0][phase];
+    const int warp = Rank() / 32, lane = threadIdx.x % 32;
+    if (lane == 0) {
 #pragma unroll
-    for (int lanes = (kThreads < 32 ? kThreads : 32) / 2; lanes > 0; lanes /= 2) {
+      for (int i = 0; i < kCount; ++i) all[i][warp] = values[i];
+    }
+    Sync();
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        values[i] = op(values[i], __shfl_xor_sync(0xffffffffu, values[i], lanes));
+    for (int i = 0; i < kCount; ++i) {
+      if constexpr (kShared) {  // few warps
+        values[i] = all[i][0];
+#pragma unroll
+        for (int other = 1; other < kWarps; ++other) values[i] = op(values[i], all[i][other]);
+      } else {
+        A value[1] = {lane < kWarps ? all[i][lane] : Op::template Identity<A>()};
+        Butterfly(op, value, 32);
+        values[i] = value[0];
       }
     }
-    if constexpr (!kShuffles) {
-      const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    phase ^= 1;
+  }
+};
+
+// Sums over a cluster of blocks (compute capability 9.0 and later), without a cluster barrier.
+//
+// Each warp sends its sums to all blocks by asynchronous stores, which complete on an mbarrier of
+// the receiving block. A cluster barrier would make all earlier writes visible, so every row would
+// wait until the results of the row before it are written. A launch without clusters must not
+// execute these stores. There the warps of a block exchange their sums by plain stores.
+//
+// In shared memory, at the same address in every block. kMost is the most values that are summed at
+// once; a block has kWarps warps, and a cluster up to kMaxBlocks blocks. Every thread gets the same
+// sums, bit for bit, and the same in every run. kMayBeAlone: a launch may have no clusters.
+template <typename A, int kMost, int kWarps, int kMaxBlocks, bool kMayBeAlone = true>
+struct ClusterSum {
+  // Double-buffered. A block that is ahead may send for the next call. It sends for the call after
+  // that only when it has received the sums of all warps for the next call, and each warp sends
+  // these after it has read the values of this call.
+  Barrier complete[2];
+  A values[2][kMost][kWarps * kMaxBlocks];
+
+  // All threads of the cluster call this before the first sum. It has the effect of a barrier of
+  // the cluster.
+  __device__ __forceinline__ void Begin() {
+    if (threadIdx.x < 2) complete[threadIdx.x].Init(1);
+    Barrier::PublishInit();
+    if (kMayBeAlone && BlocksOfCluster() == 1) return __syncthreads();
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    cooperative_groups::this_cluster().sync();
+#endif
+  }
+
+  // Sums each of `sums` over all threads of the cluster, which all call this. `phase` is a variable
+  // of each thread that starts at 0, and counts the calls.
+  template <int kCount>
+  __device__ __forceinline__ void AllReduce(A (&sums)[kCount], int& phase) {
+    static_assert(kCount <= kMost && kMaxBlocks <= 32);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = phase & 1;
+    const int blocks = BlocksOfCluster(), slots = kWarps * blocks;
+    const bool alone = kMayBeAlone && blocks == 1;
+    if (!alone && threadIdx.x == 0) {
+      complete[half].ArriveAndExpect(kCount * slots * static_cast<int>(sizeof(A)));
+    }
+    Butterfly(Sum(), sums, 32);
+    if (alone) {
       if (lane == 0) {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) scratch.values[phase][i][warp] = values[i];
+        for (int i = 0; i < kCount; ++i) values[half][i][warp] = sums[i];
       }
       __syncthreads();
+    } else if (lane < blocks) {
+      const uint32_t barrier = InBlock(&complete[half], lane);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        A value = lane < kWarps ? scratch.values[phase][i][lane] : Op::template Identity<A>();
-#pragma unroll
-        for (int lanes = 16; lanes > 0; lanes /= 2) {
-          value = op(value, __shfl_xor_sync(0xffffffffu, value, lanes));
-        }
-        values[i] = value;
+        Send(InBlock(&values[half][i][BlockOfCluster() * kWarps + warp], lane), sums[i], barrier);
       }
-      phase ^= 1;
     }
+    if (!alone) complete[half].Wait(phase >> 1 & 1);
+    ++phase;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      A sum[1] = {lane < slots ? values[half][i][lane] : A(0)};
+#pragma unroll
+      for (int slot = 32; slot < kWarps * kMaxBlocks; slot += 32) {
+        if (slot + lane < slots) sum[0] += values[half][i][slot + lane];
+      }
+      Butterfly(Sum(), sum, 32);
+      sums[i] = sum[0];
+    }
+  }
+
+ private:
+  // The address of `p`, which is in this block's shared memory, in block `block` of the cluster.
+  static __device__ __forceinline__ uint32_t InBlock(const void* p, [[maybe_unused]] int block) {
+    uint32_t address = SharedAddress(p);
+    if constexpr (kHopper) {
+      asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(block));
+    }
+    return address;
+  }
+
+  static __device__ __forceinline__ void Send([[maybe_unused]] uint32_t to, [[maybe_unused]] A sum,
+                                              [[maybe_unused]] uint32_t barrier) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    if constexpr (sizeof(A) == 4) {
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+          "r"(__float_as_uint(static_cast<float>(sum))), "r"(barrier)
+          : "memory");
+    } else {
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
+          "l"(__double_as_longlong(sum)), "r"(barrier)
+          : "memory");
+    }
+#endif
   }
 };
 

@@ -23,6 +23,19 @@ __device__ __forceinline__ float Reciprocal(float x) {
   return reciprocal;
 }
 
+// 1 / sqrt(x), for float with an error of up to two units in the last place.
+__device__ __forceinline__ float FastReciprocalRoot(float x) { return rsqrtf(x); }
+__device__ __forceinline__ double FastReciprocalRoot(double x) { return rsqrt(x); }
+
+// As FastReciprocalRoot, with one Newton step. The step is skipped where its terms would not be
+// normal numbers.
+__device__ __forceinline__ float ReciprocalRoot(float x) {
+  const float root = rsqrtf(x);
+  const float step = 0.5f * root * fmaf(-(x * root), root, 1.0f);
+  return x > 1e-30f && x < 1e30f ? root + step : root;
+}
+__device__ __forceinline__ double ReciprocalRoot(double x) { return 1.0 / sqrt(x); }
+
 __device__ __forceinline__ float Exp(float x) { return expf(x); }
 __device__ __forceinline__ double Exp(double x) { return exp(x); }
 __device__ __forceinline__ float Log(float x) { return logf(x); }

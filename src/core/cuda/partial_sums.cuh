@@ -55,6 +55,30 @@ __device__ __forceinline__ void AddTerms(const Terms& terms, uint32_t first, uin
   }
 }
 
+// Adds up what the parts of a block have, before anything is written to memory: value i of part p
+// is values[p * width + i], in shared memory. Calls write(i, sum) for the first `count` of them.
+// All threads of the block call it. With kReused, `values` may be written again after it.
+template <int kThreads, bool kReused = false, typename V, typename Write>
+__device__ __forceinline__ void AddParts(const V* values, int parts, int width, int count,
+                                         const Write& write) {
+  // In runs of 8: a single sum of up to 256 parts would have a larger rounding error.
+  constexpr int kRun = 8;
+  __syncthreads();
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    V sum = 0;
+    for (int first = 0; first < parts; first += kRun) {
+      V run = values[first * width + i];
+#pragma unroll
+      for (int part = 1; part < kRun; ++part) {
+        if (first + part < parts) run += values[(first + part) * width + i];
+      }
+      sum += run;
+    }
+    write(i, sum);
+  }
+  if constexpr (kReused) __syncthreads();
+}
+
 // Which result of the block a thread has, or -1, and its number among the threads that have it.
 struct SumsOwner {
   int result, writer, writers;
@@ -70,10 +94,7 @@ __device__ __forceinline__ SumsOwner CombineShares(int log_width, int log_share,
   if (log_share == 0) return {thread, 0, 1};
   const int width = 1 << log_width, log_warps = log_width + log_share - 5;
   const int warps = 1 << log_warps, row = width + 1;  // no bank conflicts
-  for (int step = 16; step >= width; step /= 2) {
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) values[i] += __shfl_xor_sync(0xffffffffu, values[i], step);
-  }
+  Butterfly(Sum(), values, 32, width);
   if (lane < width) {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {

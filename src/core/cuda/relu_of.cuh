@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda {
 

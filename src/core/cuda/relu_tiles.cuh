@@ -40,7 +40,7 @@
 #include "core/cuda/bitmask.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/relu_of.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "core/integer.h"
 
 namespace jax_fastops::cuda {

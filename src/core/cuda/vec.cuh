@@ -1,39 +1,325 @@
-// A vector of elements in registers: loads, stores, and conversions to the compute type.
+// Elements in a thread's registers: types, conversions, loads and stores.
+//
+// A warp moves the most bytes per instruction, and keeps the most bytes in flight for the fewest
+// address registers, when each lane accesses 16 bytes.
+//
+// - `Unit`: elements that a thread loads or stores with one instruction, as an array.
+// - `Vec`: elements as words of 32 bits, which stay packed until they are used; of one or several
+//   accesses.
+// - `Shifted`: elements at any address, from aligned words.
 #ifndef JAX_FASTOPS_CORE_CUDA_VEC_CUH_
 #define JAX_FASTOPS_CORE_CUDA_VEC_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
-#include "core/cuda/unit.cuh"
-
 namespace jax_fastops::cuda {
 
-// Elements of 1 to 16 bytes in a thread's registers. 16-bit elements stay packed, two to a
-// register, between the passes over them. As an array of elements they would take one register
-// each.
+// How a kernel expects the bytes that it accesses to be used later.
+enum class CacheHint {
+  kReadOnly,    // loads only (ld.nc): of what no thread of the kernel writes
+  kDefault,     // may be read again soon, by this kernel or by the next one from L2
+  kStreaming,   // accessed once (ld.cs, st.cs): evicted first, from L1 and from L2
+  kNoAllocate,  // loads only: read once by this SM; bypasses L1, uses L2 as usual
+  kEvictFirst,  // as kNoAllocate, and evicted first from L2 by an explicit policy
+};
+
+// Unsigned type of kBytes bytes that a single load or store moves.
+template <int kBytes>
+struct WordOfSize;
+template <>
+struct WordOfSize<1> {
+  using Type = uint8_t;
+};
+template <>
+struct WordOfSize<2> {
+  using Type = uint16_t;
+};
+template <>
+struct WordOfSize<4> {
+  using Type = uint32_t;
+};
+template <>
+struct WordOfSize<8> {
+  using Type = uint2;
+};
+template <>
+struct WordOfSize<16> {
+  using Type = uint4;
+};
+template <int kBytes>
+using Word = typename WordOfSize<kBytes>::Type;
+
+namespace internal {
+
+// CUDA has no intrinsics for these cache qualifiers. `volatile` keeps a batch of loads together and
+// in program order. It does not tell the compiler that memory is read: a load may move across the
+// kernel's own stores, so no kernel may load this way what it has stored itself.
+__device__ __forceinline__ uint4 LoadNoAllocate(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(__cvta_generic_to_global(p)));
+  return v;
+}
+
+__device__ __forceinline__ uint4 LoadEvictFirst(const uint4* p) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(__cvta_generic_to_global(p)), "l"(policy));
+  return v;
+}
+
+__device__ __forceinline__ void StoreEvictFirst(uint4* p, uint4 v) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(
+                   __cvta_generic_to_global(p)),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(policy)
+               : "memory");
+}
+
+template <CacheHint kHint>
+__device__ __forceinline__ uint4 LoadBits(const void* p) {
+  const uint4* address = static_cast<const uint4*>(p);
+  if constexpr (kHint == CacheHint::kStreaming) {
+    return __ldcs(address);
+  } else if constexpr (kHint == CacheHint::kNoAllocate) {
+    return LoadNoAllocate(address);
+  } else if constexpr (kHint == CacheHint::kReadOnly) {
+    return __ldg(address);
+  } else if constexpr (kHint == CacheHint::kEvictFirst) {
+    return LoadEvictFirst(address);
+  } else {
+    return __ldca(address);
+  }
+}
+
+template <CacheHint kHint>
+__device__ __forceinline__ void StoreBits(void* p, uint4 bits) {
+  static_assert(kHint != CacheHint::kNoAllocate && kHint != CacheHint::kReadOnly,
+                "stores never allocate in L1");
+  uint4* address = static_cast<uint4*>(p);
+  if constexpr (kHint == CacheHint::kStreaming) {
+    __stcs(address, bits);
+  } else if constexpr (kHint == CacheHint::kEvictFirst) {
+    StoreEvictFirst(address, bits);
+  } else {
+    __stwb(address, bits);
+  }
+}
+
+}  // namespace internal
+
+// Elements that a thread accesses as a whole. Addresses must be aligned to kBytes.
+template <typename T, int kBytes = 16>
+struct Unit {
+  static_assert(kBytes % sizeof(T) == 0);
+  static constexpr int kSize = kBytes / sizeof(T);
+  using Bits = Word<kBytes>;
+
+  T elements[kSize];
+
+  __device__ __forceinline__ T& operator[](int i) { return elements[i]; }
+  __device__ __forceinline__ const T& operator[](int i) const { return elements[i]; }
+
+  template <CacheHint kHint = CacheHint::kDefault>
+  static __device__ __forceinline__ Unit Load(const void* p) {
+    Bits bits;
+    if constexpr (kBytes == 16 && kHint != CacheHint::kDefault) {
+      bits = internal::LoadBits<kHint>(p);
+    } else {  // for units below 16 bytes too: their neighbors in the same sector are read soon
+      bits = *static_cast<const Bits*>(p);
+    }
+    Unit unit;
+    memcpy(unit.elements, &bits, kBytes);
+    return unit;
+  }
+
+  template <CacheHint kHint = CacheHint::kDefault>
+  __device__ __forceinline__ void Store(void* p) const {
+    Bits bits;
+    memcpy(&bits, elements, kBytes);
+    if constexpr (kBytes == 16 && kHint != CacheHint::kDefault) {
+      internal::StoreBits<kHint>(p, bits);
+    } else {
+      *static_cast<Bits*>(p) = bits;
+    }
+  }
+};
+
+// Accesses of 16 bytes by an intrinsic: the compiler may split those of Load and Store into
+// narrower ones if the value comes from several registers.
+template <CacheHint kHint = CacheHint::kDefault, typename T>
+__device__ __forceinline__ Unit<T> LoadWord(const T* p) {
+  const uint4 bits = internal::LoadBits<kHint>(p);
+  Unit<T> unit;
+  memcpy(unit.elements, &bits, 16);
+  return unit;
+}
+template <CacheHint kHint = CacheHint::kDefault, typename T>
+__device__ __forceinline__ void StoreWord(T* p, const Unit<T>& unit) {
+  uint4 bits;
+  memcpy(&bits, unit.elements, 16);
+  internal::StoreBits<kHint>(p, bits);
+}
+
+// Reinterprets 16 bytes as elements of another type.
+template <typename U, typename T>
+__device__ __forceinline__ Unit<U> Reinterpret(const Unit<T>& unit) {
+  Unit<U> other;
+  memcpy(other.elements, unit.elements, 16);
+  return other;
+}
+
+// `a` if the condition holds, otherwise `b`. Written as a conditional expression, the compiler
+// would choose between their addresses, and keep both in local memory.
 template <typename T, int kBytes>
+__device__ __forceinline__ Unit<T, kBytes> Choose(bool condition, const Unit<T, kBytes>& a,
+                                                  const Unit<T, kBytes>& b) {
+  Unit<T, kBytes> chosen;
+#pragma unroll
+  for (int i = 0; i < chosen.kSize; ++i) chosen[i] = condition ? a[i] : b[i];
+  return chosen;
+}
+
+// Kernels compute in float, and in double for double. Conversions to the compute type are exact;
+// conversions back round to nearest even. Subnormals are kept.
+template <typename T>
+struct ComputeTypeOf {
+  using Type = float;
+};
+template <>
+struct ComputeTypeOf<double> {
+  using Type = double;
+};
+template <typename T>
+using ComputeType = typename ComputeTypeOf<T>::Type;
+
+__device__ __forceinline__ float ToCompute(float x) { return x; }
+__device__ __forceinline__ double ToCompute(double x) { return x; }
+__device__ __forceinline__ float ToCompute(__half x) { return __half2float(x); }
+__device__ __forceinline__ float ToCompute(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T>
+__device__ __forceinline__ T FromCompute(ComputeType<T> x) {
+  if constexpr (sizeof(T) >= 4) {
+    return x;
+  } else if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(x);
+  } else {
+    return __float2bfloat16_rn(x);
+  }
+}
+
+// Two 16-bit elements in one register, for the instructions that work on both at once.
+template <typename T>
+using PairOf = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+
+__device__ __forceinline__ __half2 Broadcast(__half x) { return __half2half2(x); }
+__device__ __forceinline__ __nv_bfloat162 Broadcast(__nv_bfloat16 x) {
+  return __bfloat162bfloat162(x);
+}
+
+// Extracts element i from the raw bits of several elements. Keep the result of a conditional load
+// as bits until it is used. Otherwise, for 16-bit types, the compiler unpacks the elements right
+// after the load; the unpacking waits for memory, and the next load is issued only after that.
+template <typename T, typename Bits>
+__device__ __forceinline__ T ElementOf(const Bits& bits, int i) {
+  T elements[sizeof(Bits) / sizeof(T)];
+  memcpy(elements, &bits, sizeof(Bits));
+  return elements[i];
+}
+
+// Loads kSize elements of a parameter of type P, starting at element `first`, and converts them to
+// the compute type of T. The address must be aligned to kSize elements or to 16 bytes, whichever is
+// smaller.
+template <typename T, typename P, int kSize>
+__device__ __forceinline__ void LoadParameter(const void* parameter, int64_t first,
+                                              ComputeType<T> (&values)[kSize]) {
+  constexpr int kBytes = kSize * sizeof(P);
+  constexpr int kPiece = kBytes < 16 ? kBytes : 16;  // 8 float parameters take two loads
+  using Piece = Unit<P, kPiece>;
+  const char* p = static_cast<const char*>(parameter) + first * int64_t{sizeof(P)};
+#pragma unroll
+  for (int at = 0; at < kSize; at += Piece::kSize) {
+    const Piece piece = Piece::Load(p + at * sizeof(P));
+#pragma unroll
+    for (int i = 0; i < Piece::kSize; ++i) values[at + i] = ToCompute(piece.elements[i]);
+  }
+}
+
+// -------------------------------------------------------------------------------------------------
+// Elements of up to 16 bytes, or of a multiple of that, in a thread's registers. 16-bit elements
+// stay packed, two to a register, until they are used. As an array of elements they would take one
+// register each, and the compiler would unpack them right after the load, which waits for memory:
+// the next load would be issued only after that.
+template <typename T, int kBytes = 16>
 struct Vec {
   using A = ComputeType<T>;
-  using U = Unit<T, kBytes>;
-  using W = std::conditional_t<kBytes == 2, uint16_t, uint32_t>;
-  static constexpr int kSize = U::kSize;
+  using W =
+      std::conditional_t<kBytes == 1, uint8_t, std::conditional_t<kBytes == 2, uint16_t, uint32_t>>;
+  static constexpr int kAccess = kBytes < 16 ? kBytes : 16;  // bytes of a load or store
+  static constexpr int kAccesses = kBytes / kAccess;
+  using U = Unit<T, kAccess>;
+  static constexpr int kSize = kBytes / sizeof(T);
   static constexpr int kWords = kBytes / sizeof(W);
   static constexpr bool kPairs = sizeof(T) == 2 && kBytes > 2;
+  static_assert(kAccesses * kAccess == kBytes && kSize * sizeof(T) == kBytes);
 
   W words[kWords];
 
   Vec() = default;
-  explicit __device__ __forceinline__ Vec(const U& unit) { memcpy(words, unit.elements, kBytes); }
+  explicit __device__ __forceinline__ Vec(const U& unit) {
+    static_assert(kAccesses == 1);
+    memcpy(words, unit.elements, kBytes);
+  }
+  explicit __device__ __forceinline__ Vec(const T (&elements)[kSize]) {
+    memcpy(words, elements, kBytes);
+  }
 
   template <CacheHint kHint = CacheHint::kDefault>
   static __device__ __forceinline__ Vec Load(const void* p) {
-    return Vec(U::template Load<kHint>(p));
+    Vec v;
+#pragma unroll
+    for (int i = 0; i < kAccesses; ++i) {
+      v.Set(i, U::template Load<kHint>(static_cast<const char*>(p) + i * kAccess));
+    }
+    return v;
   }
   template <CacheHint kHint = CacheHint::kDefault>
   __device__ __forceinline__ void Store(void* p) const {
-    Get().template Store<kHint>(p);
+#pragma unroll
+    for (int i = 0; i < kAccesses; ++i) {
+      Get(i).template Store<kHint>(static_cast<char*>(p) + i * kAccess);
+    }
+  }
+
+  // The elements i for which has(i), one by one: at any address, and no others. Loads set the
+  // others to 0.
+  template <typename Has>
+  static __device__ __forceinline__ Vec LoadElements(const T* p, const Has& has) {
+    T elements[kSize];
+    memset(elements, 0, sizeof(elements));
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (has(i)) elements[i] = p[i];
+    }
+    return Vec(elements);
+  }
+  template <typename Has>
+  __device__ __forceinline__ void StoreElements(T* p, const Has& has) const {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (has(i)) p[i] = (*this)[i];
+    }
   }
 
   // Stores 16 bytes by one instruction. The compiler may split other stores.
@@ -42,10 +328,19 @@ struct Vec {
     cuda::StoreWord(p, Get());
   }
 
-  __device__ __forceinline__ U Get() const {
+  // The elements of an access.
+  __device__ __forceinline__ U Get(int access = 0) const {
     U unit;
-    memcpy(unit.elements, words, kBytes);
+    memcpy(unit.elements, words + access * (kWords / kAccesses), kAccess);
     return unit;
+  }
+  __device__ __forceinline__ void Set(int access, const U& unit) {
+    memcpy(words + access * (kWords / kAccesses), unit.elements, kAccess);
+  }
+  __device__ __forceinline__ T operator[](int i) const {
+    T elements[kSize];
+    memcpy(elements, words, kBytes);
+    return elements[i];
   }
 
   // Loads 16 bytes that are read once, or zeros without a load. The compiler does not know which,
@@ -63,10 +358,10 @@ struct Vec {
   }
 
   static __device__ __forceinline__ Vec Filled(T value) {
-    U unit;
+    T elements[kSize];
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) unit.elements[i] = value;
-    return Vec(unit);
+    for (int i = 0; i < kSize; ++i) elements[i] = value;
+    return Vec(elements);
   }
 
   __device__ __forceinline__ void Unpack(A (&values)[kSize]) const {
@@ -84,9 +379,8 @@ struct Vec {
         values[2 * i + 1] = both.y;
       }
     } else {
-      const U unit = Get();
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) values[i] = ToCompute(unit.elements[i]);
+      for (int i = 0; i < kSize; ++i) values[i] = ToCompute((*this)[i]);
     }
   }
 
@@ -103,11 +397,26 @@ struct Vec {
         memcpy(words + i, &pair, 4);
       }
     } else {
-      U unit;
+      T elements[kSize];
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) unit.elements[i] = FromCompute<T>(values[i]);
-      memcpy(words, unit.elements, kBytes);
+      for (int i = 0; i < kSize; ++i) elements[i] = FromCompute<T>(values[i]);
+      memcpy(words, elements, kBytes);
     }
+  }
+  static __device__ __forceinline__ Vec Packed(const A (&values)[kSize]) {
+    Vec v;
+    v.Pack(values);
+    return v;
+  }
+
+  // Keeps the elements whose bit is set, and sets the others to 0.
+  __device__ __forceinline__ Vec Select(uint32_t bits) const {
+    T elements[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      elements[i] = bits >> i & 1 ? (*this)[i] : FromCompute<T>(0);
+    }
+    return Vec(elements);
   }
 
   __device__ __forceinline__ PairOf<T> Pair(int i) const {
@@ -158,6 +467,108 @@ struct Vec {
       unit.elements[i] = inside(i) ? zero : excluded;
     }
     memcpy(words, unit.elements, kBytes);
+  }
+};
+
+// -------------------------------------------------------------------------------------------------
+// Elements at any address, by aligned loads: the 16-byte words that contain the first and the last
+// element, and a shift. The words are loaded like any others, and shifted when they are used. Eight
+// elements of 16 bits take two loads instead of eight, and a warp touches each of its cache lines
+// twice instead of eight times.
+
+// The distance from the beginning of the aligned word to the address, in bytes.
+__device__ __forceinline__ int WordShift(const void* address) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(address) & 15);
+}
+
+// The aligned word that contains the address.
+__device__ __forceinline__ const uint4* WordOf(const void* address) {
+  return reinterpret_cast<const uint4*>(reinterpret_cast<uintptr_t>(address) & ~uintptr_t{15});
+}
+
+// Sets `out`, one word fewer than there are `words`, to the bytes that begin `shift` bytes (0 to
+// 15) after the beginning of `words`. `shift` is a multiple of kElement bytes.
+template <int kElement, int kWords, typename Out>
+__device__ __forceinline__ void ShiftWords(const uint4 (&words)[kWords], int shift, Out& out) {
+  constexpr int kOut = 4 * (kWords - 1);
+  static_assert(sizeof(Out) == 4 * kOut);
+  uint32_t w[kOut + 4], two[kOut + 2], one[kOut + 1];
+  memcpy(w, words, sizeof(w));
+#pragma unroll
+  for (int i = 0; i < kOut + 2; ++i) two[i] = shift & 8 ? w[i + 2] : w[i];
+#pragma unroll
+  for (int i = 0; i < kOut + 1; ++i) one[i] = kElement < 8 && shift & 4 ? two[i + 1] : two[i];
+  if constexpr (kElement < 4) {
+#pragma unroll
+    for (int i = 0; i < kOut; ++i) one[i] = __funnelshift_r(one[i], one[i + 1], (shift & 3) * 8);
+  }
+  memcpy(&out, one, sizeof(out));
+}
+
+// kSize elements, 16 or 32 bytes in total.
+template <typename T, int kSize>
+struct Shifted {
+  static constexpr int kWords = kSize * sizeof(T) / 16;
+  static constexpr int kPerWord = 16 / sizeof(T);
+
+  uint4 words[kWords + 1];
+  int shift;  // in bytes, from 0 to 15
+
+  Shifted() = default;
+  __device__ __forceinline__ Shifted(const uint4& low, const uint4& high, int shift)
+      : words{low, high}, shift(shift) {}
+
+  // Loads the words that contain the elements at any address. All of them must be readable.
+  explicit __device__ __forceinline__ Shifted(const void* address) : shift(WordShift(address)) {
+#pragma unroll
+    for (int i = 0; i <= kWords; ++i) words[i] = WordOf(address)[i];
+  }
+  // Whether these words are within an array.
+  static __device__ __forceinline__ bool IsReadable(const char* address, const char* begin,
+                                                    const char* end) {
+    const char* low = reinterpret_cast<const char*>(WordOf(address));
+    return low >= begin && low + 16 * (kWords + 1) <= end;
+  }
+
+  // Loads elements of an aligned array, beginning with `first`. The word of the last one must lie
+  // completely within the array: first + kSize - 1 < (the array's size, rounded down to words).
+  __device__ __forceinline__ void Load(const void* data, uint32_t first) {
+    const T* p = static_cast<const T*>(data);
+    shift = static_cast<int>(first % kPerWord * sizeof(T));
+    const uint4* low = reinterpret_cast<const uint4*>(p + first / kPerWord * kPerWord);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = __ldg(low + i);
+    // Without a shift this loads the last word again, so no condition is needed.
+    const uint32_t last = (first + kSize - 1) / kPerWord * kPerWord;
+    words[kWords] = __ldg(reinterpret_cast<const uint4*>(p + last));
+  }
+
+  // Loads elements of an aligned array, beginning with `first`, a multiple of kSize.
+  __device__ __forceinline__ void LoadAligned(const void* data, int64_t first) {
+    const T* p = static_cast<const T*>(data) + first;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const uint4*>(p)[i];
+  }
+
+  // Loads element by element: `left` elements beginning with `first`, then those beginning with
+  // `next`.
+  __device__ __forceinline__ void Gather(const void* data, int64_t first, int64_t next, int left) {
+    const T* here = static_cast<const T*>(data) + first;
+    const T* there = static_cast<const T*>(data) + (next - left);
+    T elements[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) elements[i] = (i < left ? here : there)[i];
+    memcpy(words, elements, sizeof(elements));
+    shift = 0;
+  }
+
+  __device__ __forceinline__ void TakeAligned(T (&elements)[kSize]) const {
+    memcpy(elements, words, sizeof(elements));
+  }
+
+  template <typename Out>
+  __device__ __forceinline__ void Take(Out& elements) const {
+    ShiftWords<sizeof(T)>(words, shift, elements);
   }
 };
 

@@ -1,0 +1,104 @@
+"""Sums over rows that may be sharded: kernels write partial sums, and XLA adds them up.
+
+XLA partitions a custom call over leading dimensions, so every shard has whole groups of rows, and a
+kernel writes partial sums for each group. The sum of these reduces over devices, too.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from jax.sharding import AxisType
+
+from jax_fastops._kernel import partitions
+from jax_fastops._views import explicit_spec, parts_of, reshape, spec_of, split
+
+
+def shards_of(length, axis, sharding, shortest: int) -> int:
+    """The number of equal shards into which a dimension is cut, or may be cut.
+
+    ``axis`` is the dimension's entry in the partition spec, if that is part of the type. With Auto
+    mesh axes the sharding is unknown while tracing: there may be as many shards as devices, as far
+    as none is shorter than ``shortest``.
+    """
+    mesh = sharding.mesh
+    known = parts_of(axis, sharding)
+    explicit = not mesh.empty and AxisType.Explicit in mesh.axis_types
+    if (explicit and AxisType.Auto not in mesh.axis_types) or not isinstance(length, int):
+        return known
+    rest = length // known
+    most = math.gcd(rest, partitions())
+    fits = (n for n in range(1, most + 1) if most % n == 0 and (n == 1 or rest >= shortest * n))
+    return known * max(fits)
+
+
+def groups_of(lead, spec: tuple | None, sharding) -> tuple:
+    """Leading dimensions for groups of the indices of ``lead``, which are summed by group.
+
+    In a program for one device, there are none, for one group. In a program that XLA may partition,
+    the dimensions stay, so that their shards stay whole, and the last of them becomes the number of
+    its shards. ``spec`` and ``sharding`` are of an array that begins with these dimensions.
+    """
+    if not lead or (spec is None and partitions() == 1):
+        return ()
+    return (*lead[:-1], shards_of(lead[-1], spec and spec[len(lead) - 1], sharding, 1))
+
+
+# The approximate number of rows in one partial sum of the bias gradient. Fewer rows mean more
+# traffic for the sums. More rows leave too few thread blocks when the batch is small.
+SUM_ROWS = 128
+
+
+class Groups:
+    """Groups of the indices of the first ``count`` dimensions of ``x``, which are summed by group.
+
+    ``lead`` are the dimensions of the groups.
+    """
+
+    def __init__(self, x, count: int, whole: bool = False):
+        """With ``whole``, each index is a group."""
+        self._all, self._spec = tuple(x.shape[:count]), spec_of(x)
+        kind = jax.typeof(x).sharding
+        self.lead = self._all if whole else groups_of(self._all, self._spec, kind)
+
+    @property
+    def rows(self):
+        """The number of indices in each group."""
+        return self._all[-1] // self.lead[-1] if self.lead else math.prod(self._all)
+
+    def spec(self, *own) -> tuple | None:
+        """The partition spec of an array with the groups' dimensions and its own."""
+        return None if self._spec is None else (*self._spec[: len(self.lead)], *own)
+
+    def split(self, a, *own):
+        """An array of all indices, in the shape of groups and its own dimensions."""
+        return reshape(a, (*self.lead, *own), self.spec(*(None for _ in own)))
+
+
+def rows_of_sums(ct, axis: int) -> int:
+    """The rows in a group of a cotangent, whose sequence is ``axis``."""
+    kind = jax.typeof(ct).sharding
+    spec = explicit_spec(kind, ct.ndim)
+    sequence = ct.shape[axis]
+    return group_rows(sequence // shards_of(sequence, spec and spec[axis], kind, 32))
+
+
+def grouped(x, axis: int, rows: int):
+    """The sequence as two dimensions: groups, and the rows of a group."""
+    return split(x, axis, (x.shape[axis] // rows, rows))
+
+
+def group_rows(sequence: int) -> int:
+    """The number of rows in a group, which no shard boundary may cut.
+
+    The largest divisor of the (local) sequence up to ``SUM_ROWS``. If that is small, the whole
+    sequence is one group.
+    """
+    largest = max(n for n in range(1, min(sequence, SUM_ROWS) + 1) if sequence % n == 0)
+    return largest if 4 * largest >= SUM_ROWS else sequence
+
+
+def total(sums):
+    """The sum of the partial sums ``[..., n]``, or ``None`` if there are none."""
+    return None if sums is None else sums.sum(tuple(range(sums.ndim - 1)))
