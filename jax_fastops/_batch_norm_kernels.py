@@ -26,12 +26,7 @@ from jax_fastops._kernel import Kernel
 from jax_fastops._native import workspace
 from jax_fastops._shards import Groups
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import (
-    broadcast,
-    broadcast_to,
-    reshape,
-    spec_of,
-)
+from jax_fastops._views import broadcast, broadcast_to, reshape, spec_of
 
 _BITS = "mask?: ... ceil(n/8) :uint8"
 _STATISTICS_OF = "mean: ... c :acc, var: ... c :acc"

@@ -14,11 +14,7 @@ import jax.numpy as jnp
 
 from jax_fastops._bits import pack, select
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import (
-    merge,
-    reshape,
-    spec_of,
-)
+from jax_fastops._views import merge, reshape, spec_of
 
 CHANNELS = -2
 
@@ -182,7 +178,7 @@ def residual_parts(residuals, relu: bool):
 
 
 def _sums_reference(x, dy, mask, mean):
-    """g, ``x - mean``, and the averages that :func:`_sums` computes from them."""
+    """g, ``x - mean``, and the averages that the kernel of the sums computes from them."""
     g, axes = masked(mask, dy), _others(x, CHANNELS)
     centred = _wide(x) - _along(mean.astype(g.dtype), x)
     return g, centred, jnp.stack([jnp.mean(g, axes), jnp.mean(g * centred, axes)])

@@ -5,10 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_fastops._arguments import (
-    placed,
-    selected,
-)
+from jax_fastops._arguments import placed, selected
 from jax_fastops._broadcast import add
 from jax_fastops._kernel import size_of
 from jax_fastops._shards import total
@@ -59,7 +56,7 @@ def in_wide(x):
 
 
 def cos_and_sin(turns) -> tuple:
-    """The two halves of an array of :func:`_turns`."""
+    """The cosines and the sines of an array of turns."""
     return (None, None) if turns is None else tuple(jnp.split(turns, 2, axis=-1))
 
 

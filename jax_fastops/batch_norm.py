@@ -57,13 +57,7 @@ from jax_fastops._dispatch import SYMBOLIC, Refused, size_in_bytes
 from jax_fastops._op import Op
 from jax_fastops._registry import example
 from jax_fastops._types import Flag, fans_out
-from jax_fastops._views import (
-    broadcast_to,
-    broadcast_type,
-    parts_of,
-    reshape,
-    spec_of,
-)
+from jax_fastops._views import broadcast_to, broadcast_type, parts_of, reshape, spec_of
 
 # An op sees an array as [..., o, c, i]: "..." is the batch, which may be sharded; c, the channels.
 _X = "... o c i"

@@ -17,14 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_fastops._arguments import (
-    FLOATING,
-    as_arrays,
-    broadcasts,
-    epsilon,
-    integer,
-    one_of,
-)
+from jax_fastops._arguments import FLOATING, as_arrays, broadcasts, epsilon, integer, one_of
 from jax_fastops._broadcast import of_rank
 from jax_fastops._dispatch import by_width
 from jax_fastops._heads_kernels import (
