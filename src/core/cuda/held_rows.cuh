@@ -1,0 +1,790 @@
+// Kernels over rows that an op reduces and then writes, such as softmax and norms: a row stays on
+// chip between its reductions and its results, so it is read once and written once. An op is a
+// functor, and does not know where the row is:
+//
+// - RegisterRowsKernel holds a row in the registers of a part of a warp up to a block: up to 16 KB.
+//   A thread has up to kWords aligned words of 16 bytes, which are all loaded before the first is
+//   used, and at most one element of those before the first word and after the last, the edges.
+// - SharedRowsKernel holds a row in the shared memory of a block or a cluster. A thread accesses
+//   only what it has copied itself, so the reductions are the only barriers.
+// - ShortRowsHeldKernel is for rows of up to 256 bytes that are no whole number of words. The rows
+//   of a block are contiguous: it copies them to shared memory in words, and the results back.
+// - StreamedRowsKernel reads a row twice, which fits nowhere. Several blocks may share a row; then
+//   one launch reduces it, and another one writes it.
+//
+// The number of lanes is known at run time; kWords and the functor are compiled. plan_rows.h
+// chooses. All arrays of a call have the same misalignment, except in short rows.
+//
+//   template <typename T>
+//   struct Functor {
+//     using A = ComputeType<T>;
+//     using Params = ...;                     // of all rows
+//     static constexpr int kInputs = 2;       // arrays that are read, 1 or 2
+//     static constexpr int kReductions = 1;   // that Reduce does, each of one value
+//     static constexpr bool kStreams = true;  // has kSums, and Add to Settle
+//     static constexpr int kSums = 1;
+//     static constexpr int MinBlocks(int words);  // of kMaxHeldThreads, on an SM, in registers
+//     Functor(const Params&, int64_t row);
+//     T Outside(int input) const;             // an element that is masked, or is none
+//     T Masked() const;                       // the result of a masked element
+//     void Prepare(row);                      // before the mask
+//     void Reduce(row, group);
+//     bool Undefined() const;                 // masked elements are overwritten by Masked()
+//     void Write(row);
+//     void Add(row);                          // a part of the row
+//     void Join(const A (&sums)[kSums]);      // the sums of another part
+//     void Collect(A (&sums)[kSums]) const;   // those of this part
+//     void Combine(group);                    // the sums of all lanes
+//     void Settle();                          // they are those of the whole row
+//   };
+//
+// A row has:
+//
+//   Each(visit)         visit(word) or visit(word of the first array, word of the second), a Vec
+//   Map(change)         change(elements), in place, of the compute type
+//   Write(again, last)  last(elements), as Map has left them, then stores them. If the row does not
+//                       keep what Map did (kKeeps), again(elements) is called before
+//   Write(result)       result(elements of the first array, elements of the second), in place
+#ifndef JAX_FASTOPS_CORE_CUDA_HELD_ROWS_CUH_
+#define JAX_FASTOPS_CORE_CUDA_HELD_ROWS_CUH_
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "core/cuda/async_copy.cuh"
+#include "core/cuda/divide.cuh"
+#include "core/cuda/group.cuh"
+#include "core/cuda/launch.h"
+#include "core/cuda/offsets.cuh"
+#include "core/cuda/vec.cuh"
+#include "core/plan_rows.h"
+
+namespace jax_fastops::cuda {
+
+inline constexpr int kMaxRowMaskRank = 16;
+
+// A boolean array that is broadcast to the rows: a byte, 0 or 1, for each of its own elements.
+struct RowMask {
+  const uint8_t* data = nullptr;  // null: none
+  int64_t stride = 0;             // along a row
+  bool words = false;             // the bytes of a word are contiguous, and aligned to their number
+  Offsets<kMaxRowMaskRank> rows;
+};
+
+// Rows in contiguous memory.
+struct HeldRows {
+  const void* in[2];  // the second one is unused if the functor has one
+  void* out;
+  int64_t count;
+  int n;
+  RowMask mask;
+};
+
+// How the threads of a launch share the rows.
+struct HeldLaunch {
+  int log_lanes;       // of a block, for a row
+  int words_of_block;  // of a row, in SharedRowsKernel
+  int rows;            // of a block, in ShortRowsHeldKernel
+  bool same;           // words of the result are aligned where those of the operand are
+  FastDivisor blocks;  // that share a row, in StreamedRowsKernel
+  RowStage stage;
+  void* partials;  // sums of each block of each row
+};
+
+// What a thread has of a row: every `step`-th word from `first` to `end`, and perhaps an edge.
+template <typename T, int kInputs, int kBytes = 16>
+struct RowSlice {
+  static constexpr int kSize = kBytes / sizeof(T);
+  using Keep = Unit<uint8_t, kSize>;
+
+  const T* in[kInputs];  // of the row
+  T* out;
+  const uint8_t* mask;
+  int head;  // elements before the first word
+  int first, step, end;
+  int edge;  // index in the row
+  bool has_edge;
+
+  RowSlice() = default;
+  // A slice for `lane`. Without `edges`, the row begins and ends with a word.
+  __device__ __forceinline__ RowSlice(const HeldRows& rows, bool edges, int64_t row, bool exists,
+                                      int lane, int lanes)
+      : head(0), first(lane), step(lanes), edge(0), has_edge(false) {
+    const int64_t start = exists ? row * rows.n : 0;
+    const int n = exists ? rows.n : 0;
+#pragma unroll
+    for (int i = 0; i < kInputs; ++i) in[i] = static_cast<const T*>(rows.in[i]) + start;
+    out = static_cast<T*>(rows.out) + start;
+    if (edges) {
+      const int past = static_cast<int>(reinterpret_cast<uintptr_t>(in[0]) % kBytes / sizeof(T));
+      head = min(n, (kSize - past) % kSize);
+    }
+    end = (n - head) / kSize;
+    if (edges) {
+      edge = lane < head ? lane : lane + end * kSize;
+      has_edge = edge < n;
+    }
+  }
+
+  __device__ __forceinline__ void SetMask(const RowMask& of_rows, int64_t row) {
+    mask = of_rows.data + of_rows.rows.Offset(row);
+  }
+  __device__ __forceinline__ int Index(int word) const { return head + word * kSize; }
+
+  // The mask bytes of a word; 0 if the row does not have it.
+  __device__ __forceinline__ Keep LoadMask(const RowMask& of_rows, int word) const {
+    if (of_rows.words) return Keep::Load(mask + (word < end ? Index(word) : 0));
+    Keep keep;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      keep.elements[i] = word < end ? mask[(Index(word) + i) * of_rows.stride] : uint8_t{0};
+    }
+    return keep;
+  }
+
+  // Overwrites the results of masked elements. Rare, so the code is short rather than fast.
+  __device__ __forceinline__ void Overwrite(const RowMask& of_rows, T value) const {
+#pragma unroll 1
+    for (int word = first; word < end; word += step) {
+#pragma unroll 1
+      for (int i = Index(word); i < Index(word + 1); ++i) {
+        if (mask[i * of_rows.stride] == 0) out[i] = value;
+      }
+    }
+    if (has_edge && mask[edge * of_rows.stride] == 0) out[edge] = value;
+  }
+};
+
+// -------------------------------------------------------------------------------------------------
+// Where a row is
+
+// In registers. Short rows have words of one element. `kHeld`: it is still there when it is
+// written, and is no chunk that is loaded again.
+template <typename T, int kInputs, int kBytes, int kWords, bool kEdges, bool kHeld = true>
+struct RegisterRow {
+  using A = ComputeType<T>;
+  using Word = Vec<T, kBytes>;
+  using Single = Vec<T, sizeof(T)>;
+  static constexpr int kSize = Word::kSize;
+  static constexpr bool kKeeps = kHeld;
+
+  RowSlice<T, kInputs, kBytes> slice;
+  int count = kWords;  // of words, the same for all rows; less only if words have one element
+  Word words[kInputs][kWords];
+  Single edges[kInputs];
+  A values[kWords][kSize];
+  A value[1];
+
+  __device__ __forceinline__ bool Has(int k) const {
+    return slice.first + k * slice.step < slice.end;
+  }
+  __device__ __forceinline__ int Index(int k) const {
+    return slice.Index(slice.first + k * slice.step);
+  }
+
+  template <typename Run>
+  __device__ __forceinline__ void ForWords(const Run& run) const {
+#pragma unroll
+    for (int k = 0; k < kWords; ++k) {
+      if (kBytes < 16 && k >= count) break;
+      run(k);
+    }
+  }
+
+  __device__ __forceinline__ void Load(const T (&outside)[kInputs]) {
+#pragma unroll
+    for (int i = 0; i < kInputs; ++i) {
+      ForWords([&](int k) {
+        const T* const from = slice.in[i] + Index(k);
+        if constexpr (kBytes == 16) {
+          words[i][k] = Word::LoadOr(Has(k), from, Vec<T, 4>::Filled(outside[i]).words[0]);
+        } else {
+          words[i][k] = Has(k) ? Word::Load(from) : Word::Filled(outside[i]);
+        }
+      });
+    }
+    if constexpr (kEdges) {
+#pragma unroll
+      for (int i = 0; i < kInputs; ++i) {
+        edges[i] = Single::Filled(outside[i]);
+        if (slice.has_edge) edges[i] = Single::Load(slice.in[i] + slice.edge);
+      }
+    }
+  }
+  __device__ __forceinline__ void Await() const {}
+
+  // Changes the words of the first array, without those that the row does not have.
+  template <typename Visit>
+  __device__ __forceinline__ void Change(const Visit& visit) {
+    ForWords([&](int k) {
+      if (Has(k)) visit(words[0][k]);
+    });
+    if (kEdges && slice.has_edge) visit(edges[0]);
+  }
+
+  __device__ __forceinline__ void Exclude(const RowMask& mask, const T (&outside)[kInputs]) {
+    constexpr int kBatch = kBytes < 16 ? 8 : kWords < 4 ? kWords : 4;
+#pragma unroll
+    for (int from = 0; from < kWords; from += kBatch) {
+      if (kBytes < 16 && from >= count) break;
+      typename RowSlice<T, kInputs, kBytes>::Keep keep[kBatch];
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        keep[k] = slice.LoadMask(mask, slice.first + (from + k) * slice.step);
+      }
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+#pragma unroll
+        for (int i = 0; i < kInputs; ++i) words[i][from + k].Exclude(keep[k], outside[i]);
+      }
+    }
+    if (kEdges && slice.has_edge && slice.mask[slice.edge * mask.stride] == 0) {
+#pragma unroll
+      for (int i = 0; i < kInputs; ++i) edges[i] = Single::Filled(outside[i]);
+    }
+  }
+
+  // Keeps the compiler from holding unpacked elements for the next pass.
+  __device__ __forceinline__ void Forget() {
+#pragma unroll
+    for (int i = 0; i < kInputs; ++i) {
+      ForWords([&](int k) { words[i][k].Forget(); });
+    }
+  }
+
+  template <typename Visit>
+  __device__ __forceinline__ void Each(const Visit& visit) const {
+    if constexpr (kInputs == 1) {
+      ForWords([&](int k) { visit(words[0][k]); });
+      if constexpr (kEdges) visit(edges[0]);
+    } else {
+      ForWords([&](int k) { visit(words[0][k], words[1][k]); });
+      if constexpr (kEdges) visit(edges[0], edges[1]);
+    }
+  }
+
+  template <typename Change>
+  __device__ __forceinline__ void Map(const Change& change) {
+    ForWords([&](int k) {
+      words[0][k].Unpack(values[k]);
+      change(values[k]);
+    });
+    if constexpr (kEdges) {
+      edges[0].Unpack(value);
+      change(value);
+    }
+  }
+
+  // Results as elements of the first array.
+  template <typename Last>
+  __device__ __forceinline__ void Finish(const Last& last) {
+    ForWords([&](int k) {
+      last(values[k]);
+      words[0][k].Pack(values[k]);
+    });
+    if constexpr (kEdges) {
+      last(value);
+      edges[0].Pack(value);
+    }
+  }
+
+  __device__ __forceinline__ void Store() const {
+    ForWords([&](int k) {
+      if (!Has(k)) return;
+      if constexpr (kBytes == 16) {
+        words[0][k].StoreWord(slice.out + Index(k));
+      } else {
+        words[0][k].Store(slice.out + Index(k));
+      }
+    });
+    if (kEdges && slice.has_edge) edges[0].Store(slice.out + slice.edge);
+  }
+
+  template <typename Again, typename Last>
+  __device__ __forceinline__ void Write([[maybe_unused]] const Again& again, const Last& last) {
+    if constexpr (!kKeeps) Map(again);
+    Finish(last);
+    Store();
+  }
+  template <typename Result>
+  __device__ __forceinline__ void Write(const Result& result) {
+    const auto finish = [&](auto& first, const auto& second) {
+      A x[std::remove_reference_t<decltype(first)>::kSize];
+      A y[std::remove_reference_t<decltype(first)>::kSize];
+      first.Unpack(x);
+      second.Unpack(y);
+      result(x, y);
+      first.Pack(x);
+    };
+    ForWords([&](int k) { finish(words[0][k], words[kInputs - 1][k]); });
+    if constexpr (kEdges) finish(edges[0], edges[kInputs - 1]);
+    Store();
+  }
+};
+
+// In shared memory.
+template <typename T, int kInputs>
+struct SharedRow {
+  using A = ComputeType<T>;
+  using Word = Vec<T, 16>;
+  using Single = Vec<T, sizeof(T)>;
+  // Elements that are as wide as the compute type may be replaced by what Map returns.
+  static constexpr bool kKeeps = sizeof(T) >= 4;
+  static constexpr int kUnroll = sizeof(T) == 2 ? 2 : 4;
+
+  RowSlice<T, kInputs> slice;
+  Word* words[kInputs];  // of this thread, `slice.step` apart
+  Single edges[kInputs];
+  A value[1];
+
+  // Calls run(word of the row, its place in shared memory).
+  template <typename Run>
+  __device__ __forceinline__ void ForWords(const Run& run) const {
+    int at = 0;
+#pragma unroll kUnroll
+    for (int word = slice.first; word < slice.end; word += slice.step, at += slice.step) {
+      run(word, at);
+    }
+  }
+
+  __device__ __forceinline__ void Load(const T (&outside)[kInputs]) {
+#pragma unroll
+    for (int i = 0; i < kInputs; ++i) {
+      int at = 0;
+#pragma unroll 4
+      for (int word = slice.first; word < slice.end; word += slice.step, at += slice.step) {
+        CopyAsync<16, true>(words[i] + at, slice.in[i] + slice.Index(word));
+      }
+      edges[i] = Single::Filled(outside[i]);
+      if (slice.has_edge) edges[i] = Single::Load(slice.in[i] + slice.edge);
+    }
+  }
+  __device__ __forceinline__ void Await() const { AwaitAllCopies(); }
+  __device__ __forceinline__ void Forget() const {}
+
+  template <typename Visit>
+  __device__ __forceinline__ void Change(const Visit& visit) {
+    AwaitAllCopies();
+    ForWords([&](int, int at) {
+      Word word = Word::Load(words[0] + at);
+      visit(word);
+      word.Store(words[0] + at);
+    });
+    if (slice.has_edge) visit(edges[0]);
+  }
+
+  // Loads bytes of the mask before it waits for the copies.
+  __device__ __forceinline__ void Exclude(const RowMask& mask, const T (&outside)[kInputs]) {
+    int at = 0;
+    for (int from = slice.first; from < slice.end; from += kUnroll * slice.step) {
+      typename RowSlice<T, kInputs>::Keep keep[kUnroll];
+#pragma unroll
+      for (int k = 0; k < kUnroll; ++k) keep[k] = slice.LoadMask(mask, from + k * slice.step);
+      AwaitAllCopies();
+#pragma unroll
+      for (int k = 0; k < kUnroll; ++k, at += slice.step) {
+        if (from + k * slice.step >= slice.end) break;
+#pragma unroll
+        for (int i = 0; i < kInputs; ++i) {
+          Word word = Word::Load(words[i] + at);
+          word.Exclude(keep[k], outside[i]);
+          word.Store(words[i] + at);
+        }
+      }
+    }
+    if (slice.has_edge && slice.mask[slice.edge * mask.stride] == 0) {
+#pragma unroll
+      for (int i = 0; i < kInputs; ++i) edges[i] = Single::Filled(outside[i]);
+    }
+  }
+
+  template <typename Visit>
+  __device__ __forceinline__ void Each(const Visit& visit) const {
+    if constexpr (kInputs == 1) {
+      ForWords([&](int, int at) { visit(Word::Load(words[0] + at)); });
+      visit(edges[0]);
+    } else {
+      ForWords([&](int, int at) { visit(Word::Load(words[0] + at), Word::Load(words[1] + at)); });
+      visit(edges[0], edges[1]);
+    }
+  }
+
+  template <typename Change>
+  __device__ __forceinline__ void Map(const Change& change) {
+    ForWords([&](int, int at) {
+      A values[Word::kSize];
+      Word word = Word::Load(words[0] + at);
+      word.Unpack(values);
+      change(values);
+      if constexpr (kKeeps) {
+        word.Pack(values);
+        word.Store(words[0] + at);
+      }
+    });
+    edges[0].Unpack(value);
+    change(value);
+  }
+
+  template <typename Again, typename Last>
+  __device__ __forceinline__ void Write(const Again& again, const Last& last) {
+    ForWords([&](int index, int at) {
+      A values[Word::kSize];
+      Word word = Word::Load(words[0] + at);
+      word.Unpack(values);
+      if constexpr (!kKeeps) again(values);
+      last(values);
+      word.Pack(values);
+      word.StoreWord(slice.out + slice.Index(index));
+    });
+    last(value);
+    edges[0].Pack(value);
+    StoreEdge();
+  }
+  template <typename Result>
+  __device__ __forceinline__ void Write(const Result& result) {
+    ForWords([&](int index, int at) {
+      A x[Word::kSize], y[Word::kSize];
+      Word word = Word::Load(words[0] + at);
+      word.Unpack(x);
+      Word::Load(words[kInputs - 1] + at).Unpack(y);
+      result(x, y);
+      word.Pack(x);
+      word.StoreWord(slice.out + slice.Index(index));
+    });
+    A y[1];
+    edges[0].Unpack(value);
+    edges[kInputs - 1].Unpack(y);
+    result(value, y);
+    edges[0].Pack(value);
+    StoreEdge();
+  }
+
+ private:
+  __device__ __forceinline__ void StoreEdge() const {
+    if (slice.has_edge) edges[0].Store(slice.out + slice.edge);
+  }
+};
+
+// -------------------------------------------------------------------------------------------------
+// Kernels
+
+// One value is reduced at a time.
+template <typename F>
+using HeldGroup = Group<typename F::A, 1>;
+
+// Loads a row, or a part of it. `number` is that of the row.
+template <typename F, typename T, typename Row>
+__device__ __forceinline__ void LoadRow(const F& functor, const HeldRows& rows, int64_t number,
+                                        Row& row) {
+  T outside[F::kInputs];
+#pragma unroll
+  for (int i = 0; i < F::kInputs; ++i) outside[i] = functor.Outside(i);
+  row.Load(outside);
+  functor.Prepare(row);
+  if (rows.mask.data != nullptr) {
+    row.slice.SetMask(rows.mask, number);
+    row.Exclude(rows.mask, outside);
+  }
+  row.Await();
+  row.Forget();
+}
+
+template <typename F, typename Row>
+__device__ __forceinline__ void WriteRow(F& functor, const HeldRows& rows, int64_t number,
+                                         Row& row) {
+  functor.Write(row);
+  if (rows.mask.data != nullptr && functor.Undefined()) {
+    row.slice.SetMask(rows.mask, number);
+    row.slice.Overwrite(rows.mask, functor.Masked());
+  }
+}
+
+template <template <typename> typename Functor, typename T, int kWords, bool kEdges>
+__global__ void __launch_bounds__(kMaxHeldThreads, Functor<T>::MinBlocks(kWords))
+    RegisterRowsKernel(const __grid_constant__ HeldRows rows,
+                       const __grid_constant__ HeldLaunch launch,
+                       const __grid_constant__ typename Functor<T>::Params params) {
+  using F = Functor<T>;
+  __shared__ typename HeldGroup<F>::Scratch scratch[F::kReductions];
+  const int lanes = 1 << launch.log_lanes, lane = threadIdx.x & (lanes - 1);
+  const int64_t number =
+      int64_t{blockIdx.x} * (blockDim.x >> launch.log_lanes) + (threadIdx.x >> launch.log_lanes);
+  const bool exists = number < rows.count;
+  F functor(params, exists ? number : 0);
+  RegisterRow<T, F::kInputs, 16, kWords, kEdges> row;
+  row.slice = RowSlice<T, F::kInputs>(rows, kEdges, number, exists, lane, lanes);
+  LoadRow<F, T>(functor, rows, exists ? number : 0, row);
+  HeldGroup<F> group{scratch, lanes};
+  functor.Reduce(row, group);
+  if (exists) WriteRow(functor, rows, number, row);
+}
+
+template <template <typename> typename Functor, typename T>
+__global__ void __launch_bounds__(kMaxSharedThreads, 1536 / kMaxSharedThreads)
+    SharedRowsKernel(const __grid_constant__ HeldRows rows,
+                     const __grid_constant__ HeldLaunch launch,
+                     const __grid_constant__ typename Functor<T>::Params params) {
+  using F = Functor<T>;
+  __shared__ typename HeldGroup<F>::Scratch scratch[F::kReductions];
+  extern __shared__ uint4 shared[];
+  const int threads = blockDim.x, begin = BlockOfCluster() * launch.words_of_block;
+  const int64_t number = ClusterIndex();
+  F functor(params, number);
+  SharedRow<T, F::kInputs> row;
+  // The first block of a cluster has the edges.
+  row.slice =
+      RowSlice<T, F::kInputs>(rows, true, number, true, static_cast<int>(threadIdx.x), threads);
+  row.slice.first += begin;
+  row.slice.end = min(row.slice.end, begin + launch.words_of_block);
+  row.slice.has_edge = row.slice.has_edge && begin == 0;
+#pragma unroll
+  for (int i = 0; i < F::kInputs; ++i) {
+    row.words[i] = reinterpret_cast<Vec<T, 16>*>(shared + i * launch.words_of_block) + threadIdx.x;
+  }
+  HeldGroup<F> group{scratch, threads};
+  group.Begin();
+  LoadRow<F, T>(functor, rows, number, row);
+  functor.Reduce(row, group);
+  WriteRow(functor, rows, number, row);
+}
+
+// The elements of the rows of a block, in an array and in shared memory. A word of the array is a
+// word of the copy.
+template <typename T>
+struct RowsInShared {
+  static constexpr int kSize = 16 / sizeof(T);
+
+  T* array;
+  T* copy;
+  int before, count;
+
+  __device__ __forceinline__ RowsInShared(const void* from, int64_t first, int count, uint4* words)
+      : array(const_cast<T*>(static_cast<const T*>(from)) + first),
+        before(static_cast<int>(reinterpret_cast<uintptr_t>(array) % 16 / sizeof(T))),
+        count(count) {
+    copy = reinterpret_cast<T*>(words) + before;
+  }
+  // Calls whole(i) for the first element i of each word, and single(i) for the others.
+  template <typename Whole, typename One>
+  __device__ __forceinline__ void ForWords(const Whole& whole, const One& single) const {
+    for (int i = static_cast<int>(threadIdx.x) * kSize - before; i < count;
+         i += static_cast<int>(blockDim.x) * kSize) {
+      if (i >= 0 && i + kSize <= count) {
+        whole(i);
+      } else {
+#pragma unroll 1
+        for (int k = max(i, 0); k < min(i + kSize, count); ++k) single(k);
+      }
+    }
+  }
+  __device__ __forceinline__ void Read() const {
+    ForWords([&](int i) { CopyAsync<16, true>(copy + i, array + i); },
+             [&](int i) { copy[i] = array[i]; });
+  }
+  // Writes the copy to another array, whose words are where those of this array are if `same`.
+  __device__ __forceinline__ void Write(T* to, bool same) const {
+    if (same) {
+      ForWords(
+          [&](int i) {
+            *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(copy + i);
+          },
+          [&](int i) { to[i] = copy[i]; });
+    } else {
+      for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = copy[i];
+    }
+  }
+};
+
+// A row takes as few lanes as can hold it, so that what a thread does once per row is shared by
+// many elements.
+template <template <typename> typename Functor, typename T>
+__global__ void __launch_bounds__(kShortHeldThreads, 6)
+    ShortRowsHeldKernel(const __grid_constant__ HeldRows rows,
+                        const __grid_constant__ HeldLaunch launch,
+                        const __grid_constant__ typename Functor<T>::Params params) {
+  using F = Functor<T>;
+  using Row = RegisterRow<T, F::kInputs, sizeof(T), kShortHeldElements, false>;
+  extern __shared__ uint4 shared[];
+  const int n = rows.n, lanes = 1 << launch.log_lanes, lane = threadIdx.x & (lanes - 1);
+  const int64_t first_row = int64_t{blockIdx.x} * launch.rows;
+  const int count = static_cast<int>(min(int64_t{launch.rows}, rows.count - first_row));
+  const RowsInShared<T> x(rows.in[0], first_row * n, count * n, shared);
+  const RowsInShared<T> y(rows.in[F::kInputs - 1], first_row * n, count * n,
+                          shared + (F::kInputs - 1) * launch.words_of_block);
+  x.Read();
+  if constexpr (F::kInputs == 2) y.Read();
+  AwaitAllCopies();
+  __syncthreads();
+  const int groups = kShortHeldThreads >> launch.log_lanes;
+#pragma unroll 1
+  for (int base = 0; base < count; base += groups) {
+    const int here = base + (threadIdx.x >> launch.log_lanes);
+    const bool exists = here < count;
+    const int at = exists ? here * n : 0;
+    F functor(params, first_row + (exists ? here : 0));
+    Row row;
+    row.count = (n + lanes - 1) >> launch.log_lanes;
+    row.slice.in[0] = x.copy + at;
+    row.slice.in[F::kInputs - 1] = y.copy + at;
+    row.slice.out = x.copy + at;  // a thread writes only what it has read itself
+    row.slice.head = 0;
+    row.slice.first = lane;
+    row.slice.step = lanes;
+    row.slice.end = exists ? n : 0;
+    row.slice.has_edge = false;
+    LoadRow<F, T>(functor, rows, first_row + (exists ? here : 0), row);
+    HeldGroup<F> group{nullptr, lanes};
+    functor.Reduce(row, group);
+    if (exists) WriteRow(functor, rows, first_row + here, row);
+  }
+  __syncthreads();
+  x.Write(static_cast<T*>(rows.out) + first_row * n, launch.same);
+}
+
+// The chunks that a block takes of a row are those of all `blocks` in turn. A chunk is held in
+// registers.
+template <template <typename> typename Functor, typename T>
+__global__ void __launch_bounds__(kStreamedThreads, 3)
+    StreamedRowsKernel(const __grid_constant__ HeldRows rows,
+                       const __grid_constant__ HeldLaunch launch,
+                       const __grid_constant__ typename Functor<T>::Params params) {
+  using F = Functor<T>;
+  using A = ComputeType<T>;
+  using Sums = Group<A, F::kSums>;
+  __shared__ typename Sums::Scratch scratch;
+  // What was read last by the launch that reduces is still in the cache.
+  const bool writes_only = launch.stage == RowStage::kWrite;
+  const uint32_t here = writes_only ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const int64_t number = Divide(here, launch.blocks);
+  const int blocks = static_cast<int>(launch.blocks.divisor);
+  const int block = static_cast<int>(here - number * blocks);
+  F functor(params, number);
+  const RowSlice<T, F::kInputs> whole(rows, true, number, true, static_cast<int>(threadIdx.x),
+                                      kStreamedThreads);
+  constexpr int kChunk = kStreamedThreads * kRowWords;
+  const int chunks = max(1, (whole.end + kChunk - 1) / kChunk);  // of the row
+  const auto load = [&](int chunk) {
+    RegisterRow<T, F::kInputs, 16, kRowWords, true, false> part;
+    part.slice = whole;
+    part.slice.first += chunk * kChunk;
+    part.slice.end = min(whole.end, (chunk + 1) * kChunk);
+    part.slice.has_edge = whole.has_edge && chunk == 0;
+    LoadRow<F, T>(functor, rows, number, part);
+    return part;
+  };
+
+  A* const partials = static_cast<A*>(launch.partials) + number * blocks * F::kSums;
+  if (writes_only) {
+    for (int i = threadIdx.x; i < blocks; i += kStreamedThreads) {
+      A sums[F::kSums];
+#pragma unroll
+      for (int k = 0; k < F::kSums; ++k) sums[k] = partials[i * F::kSums + k];
+      functor.Join(sums);
+    }
+  } else {
+    for (int chunk = block; chunk < chunks; chunk += blocks) {
+      auto part = load(chunk);
+      functor.Add(part);
+    }
+  }
+  Sums group{&scratch, kStreamedThreads};
+  functor.Combine(group);
+  if (launch.stage == RowStage::kReduce) {
+    if (threadIdx.x != 0) return;
+    A sums[F::kSums];
+    functor.Collect(sums);
+#pragma unroll
+    for (int k = 0; k < F::kSums; ++k) partials[block * F::kSums + k] = sums[k];
+    return;
+  }
+  functor.Settle();
+  for (int chunk = block + (chunks - 1 - block) / blocks * blocks; chunk >= 0; chunk -= blocks) {
+    auto part = load(chunk);
+    WriteRow(functor, rows, number, part);
+  }
+}
+
+// -------------------------------------------------------------------------------------------------
+// Launches
+
+// Calls the kernels of one functor on rows of T, of a family that lists them (KernelOf). `partials`
+// has room for what the plan asks for.
+template <typename Family, template <typename> typename Functor, typename T>
+cudaError_t LaunchHeldRows(const HeldPlan& plan, const HeldRows& rows,
+                           const typename Functor<T>::Params& params, void* partials,
+                           cudaStream_t stream) {
+  using F = Functor<T>;
+  if (plan.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  const uintptr_t apart =
+      reinterpret_cast<uintptr_t>(rows.out) - reinterpret_cast<uintptr_t>(rows.in[0]);
+  HeldLaunch launch = {.log_lanes = plan.log_lanes,
+                       .words_of_block = plan.words_of_block,
+                       .rows = plan.rows_of_block,
+                       .same = apart % 16 == 0,
+                       .blocks = FastDivisor(static_cast<uint32_t>(plan.blocks_of_row)),
+                       .stage = RowStage::kAll,
+                       .partials = partials};
+  LaunchConfig config = {.grid = dim3(static_cast<unsigned>(plan.blocks)),
+                         .block = dim3(static_cast<unsigned>(plan.threads)),
+                         .shared = static_cast<size_t>(plan.shared_bytes)};
+  const auto run = [&](auto kernel) {
+    return Launch(kernel, config, stream, rows, launch, params);
+  };
+  if (plan.holder == RowHolder::kRegisters) {
+    if (plan.edges) return run(KernelOf<Family, RegisterRowsKernel<Functor, T, 4, true>>());
+    if (plan.words == 4) return run(KernelOf<Family, RegisterRowsKernel<Functor, T, 4, false>>());
+    if (plan.words == 2) return run(KernelOf<Family, RegisterRowsKernel<Functor, T, 2, false>>());
+  }
+  if constexpr (F::kStreams) {
+    switch (plan.holder) {
+      case RowHolder::kRegisters:
+        return run(KernelOf<Family, RegisterRowsKernel<Functor, T, 1, false>>());
+      case RowHolder::kShort:
+        return run(KernelOf<Family, ShortRowsHeldKernel<Functor, T>>());
+      case RowHolder::kShared:
+        config.cluster = plan.blocks_of_row;
+        return run(KernelOf<Family, SharedRowsKernel<Functor, T>>());
+      case RowHolder::kStreamed: {
+        const auto kernel = KernelOf<Family, StreamedRowsKernel<Functor, T>>();
+        if (plan.blocks_of_row == 1) return run(kernel);
+        launch.stage = RowStage::kReduce;
+        const cudaError_t error = run(kernel);
+        launch.stage = RowStage::kWrite;
+        return error == cudaSuccess ? run(kernel) : error;
+      }
+      default:
+        break;
+    }
+  }
+  return cudaErrorInvalidValue;
+}
+
+// Represents SharedRowsKernel in queries for the largest cluster.
+template <typename Family>
+__global__ void __launch_bounds__(kMaxSharedThreads) HeldProbeKernel() {}
+
+// Sets `*limits` to what plans need to know of the current device, and loads the family's kernels.
+template <typename Family>
+cudaError_t GetHeldLimits(HeldLimits* limits) {
+  static PerDevice<HeldLimits> known;
+  return known.Get(limits, [](HeldLimits* found) {
+    Device device;
+    cudaError_t error = CurrentDevice(&device);
+    if (error == cudaSuccess) error = LoadKernels<Family>();
+    if (error != cudaSuccess) return error;
+    found->processors = device.processors;
+    // Without the static shared memory of the kernels, and the system's part.
+    found->shared_bytes = device.shared_per_block - 2048;
+    const auto kernel = reinterpret_cast<const void*>(KernelOf<Family, HeldProbeKernel<Family>>());
+    const int shared = std::min(found->shared_bytes, kMaxSharedBytes);
+    found->max_cluster = LargestCluster(
+        kernel, {.block = dim3(kMaxSharedThreads), .shared = static_cast<size_t>(shared)},
+        kMaxHeldCluster);
+    return cudaSuccess;
+  });
+}
+
+}  // namespace jax_fastops::cuda
+
+#endif  // JAX_FASTOPS_CORE_CUDA_HELD_ROWS_CUH_
