@@ -73,7 +73,8 @@ struct HeldPlan {
   int words = kRowWords;                // of a lane, in registers
   int log_lanes = 0;                    // lanes of a row in a block
   int threads = 128;                    // of a block
-  int blocks_of_row = 1;
+  int blocks_of_row = 1;                // a cluster, except for streamed rows in two launches
+  bool one_launch = true;
   int rows_of_block = 1;
   int words_of_block = 0;  // room for the words of an array in shared memory
   int64_t blocks = 0;

@@ -92,8 +92,9 @@ void PlanStreamed(const HeldShape& shape, int64_t words, const HeldLimits& limit
   plan->log_lanes = LogOf(kStreamedThreads);
   const int64_t chunks = CeilDiv(words, kStreamedThreads * kRowWords);
   const int64_t wanted = CeilDiv(int64_t{8} * limits.processors, shape.rows);
-  plan->blocks_of_row =
-      static_cast<int>(std::max<int64_t>(1, std::min({wanted, shape.room, chunks})));
+  const int64_t shared_by = std::min({wanted, shape.room, chunks});
+  plan->one_launch = shared_by <= limits.max_cluster;
+  plan->blocks_of_row = static_cast<int>(plan->one_launch ? limits.max_cluster : shared_by);
   plan->blocks = shape.rows * plan->blocks_of_row;
 }
 

@@ -23,7 +23,7 @@ struct Forward {
   static constexpr int kInputs = 1, kReductions = 2, kSums = 2;
   static constexpr bool kStreams = true;
   // 64 registers, 48, or 40.
-  static constexpr int MinBlocks(int words) { return words == 1 ? 6 : 0; }
+  static constexpr int MinBlocks(int words) { return words == 1 ? 6 : words == 2 ? 5 : 4; }
 
   const Params& p;
   A scale;
@@ -157,7 +157,7 @@ struct Backward {
   static constexpr int kInputs = 2, kReductions = 1, kSums = 1;
   static constexpr bool kStreams = true;
   // 64 registers, 48, or 40.
-  static constexpr int MinBlocks(int words) { return words == 1 ? 6 : 0; }
+  static constexpr int MinBlocks(int words) { return words == 1 ? 6 : words == 2 ? 5 : 4; }
 
   const Params& p;
   A scale;

@@ -111,7 +111,11 @@ void CheckHeld(const HeldShape& shape, const HeldLimits& limits, int64_t (&uses)
     return;
   }
   CHECK_HELD(plan.holder == RowHolder::kStreamed && plan.threads == kStreamedThreads);
-  CHECK_HELD(plan.blocks_of_row == 1 || plan.blocks_of_row <= shape.room);
+  if (plan.one_launch) {
+    CHECK_HELD(plan.blocks_of_row <= limits.max_cluster);
+    return;
+  }
+  CHECK_HELD(plan.blocks_of_row <= shape.room);
   // Each block has a chunk.
   CHECK_HELD((plan.blocks_of_row - 1) * int64_t{kStreamedThreads} * kRowWords < words);
 }

@@ -75,7 +75,7 @@ void CheckRows(const Call& call, const HeldLimits& device, const HeldPlan& rows)
               rows.holder == RowHolder::kNone);
   // The workspace has ceil(n / 1024) values of each row.
   const int64_t room = n > kWorkspaceRow ? CeilDiv(n, 1024) : 0;
-  FAIL_UNLESS(rows.holder != RowHolder::kStreamed || rows.blocks_of_row == 1 ||
+  FAIL_UNLESS(rows.holder != RowHolder::kStreamed || rows.one_launch ||
               rows.blocks_of_row * (call.grad ? 1 : 2) <= room);
 }
 

@@ -9,8 +9,9 @@
 //   only what it has copied itself, so the reductions are the only barriers.
 // - ShortRowsHeldKernel is for rows of up to 256 bytes that are no whole number of words. The rows
 //   of a block are contiguous: it copies them to shared memory in words, and the results back.
-// - StreamedRowsKernel reads a row twice, which fits nowhere. Several blocks may share a row; then
-//   one launch reduces it, and another one writes it.
+// - StreamedRowsKernel reads a row twice, which fits nowhere. A cluster takes a row, whose second
+//   reads are from the L2 cache. If rows are few, more blocks share a row: one launch reduces it,
+//   and another one writes it.
 //
 // The number of lanes is known at run time; kWords and the functor are compiled. plan_rows.h
 // chooses. All arrays of a call have the same misalignment, except in short rows.
@@ -209,7 +210,9 @@ __global__ void __launch_bounds__(kStreamedThreads, 3)
   const uint32_t here = writes_only ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const int64_t number = Divide(here, launch.blocks);
   const int blocks = static_cast<int>(launch.blocks.divisor);
-  const int block = static_cast<int>(here - number * blocks);
+  const int block = static_cast<int>(here - number * blocks);  // of a cluster, if there is one
+  Sums group{&scratch, kStreamedThreads};
+  group.Begin();
   F functor(params, number);
   const RowSlice<T, F::kInputs> whole(rows, true, number, true, static_cast<int>(threadIdx.x),
                                       kStreamedThreads);
@@ -239,7 +242,6 @@ __global__ void __launch_bounds__(kStreamedThreads, 3)
       functor.Add(part);
     }
   }
-  Sums group{&scratch, kStreamedThreads};
   functor.Combine(group);
   if (launch.stage == RowStage::kReduce) {
     if (threadIdx.x != 0) return;
@@ -298,7 +300,10 @@ cudaError_t LaunchHeldRows(const HeldPlan& plan, const HeldRows& rows,
         return run(KernelOf<Family, SharedRowsKernel<Functor, T>>());
       case RowHolder::kStreamed: {
         const auto kernel = KernelOf<Family, StreamedRowsKernel<Functor, T>>();
-        if (plan.blocks_of_row == 1) return run(kernel);
+        if (plan.one_launch) {
+          config.cluster = plan.blocks_of_row;
+          return run(kernel);
+        }
         launch.stage = RowStage::kReduce;
         const cudaError_t error = run(kernel);
         launch.stage = RowStage::kWrite;

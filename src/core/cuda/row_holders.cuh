@@ -77,9 +77,12 @@ struct RowSlice {
   }
   __device__ __forceinline__ int Index(int word) const { return head + word * kSize; }
 
-  // The mask bytes of a word; 0 if the row does not have it.
-  __device__ __forceinline__ Keep LoadMask(const RowMask& of_rows, int word) const {
-    if (of_rows.words) return Keep::Load(mask + (word < end ? Index(word) : 0));
+  // The mask bytes of a word by one load, if the mask has words, or else one by one. Of a word that
+  // the row does not have, they are arbitrary.
+  __device__ __forceinline__ Keep LoadMask(int word) const {
+    return Keep::Load(mask + (word < end ? Index(word) : 0));
+  }
+  __device__ __forceinline__ Keep GatherMask(const RowMask& of_rows, int word) const {
     Keep keep;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
@@ -166,20 +169,20 @@ struct RegisterRow {
   }
 
   __device__ __forceinline__ void Exclude(const RowMask& mask, const T (&outside)[kInputs]) {
-    constexpr int kBatch = kBytes < 16 ? 8 : kWords < 4 ? kWords : 4;
+    using Keep = typename RowSlice<T, kInputs, kBytes>::Keep;
+    const auto exclude = [&](int k, const Keep& keep) {
 #pragma unroll
-    for (int from = 0; from < kWords; from += kBatch) {
-      if (kBytes < 16 && from >= count) break;
-      typename RowSlice<T, kInputs, kBytes>::Keep keep[kBatch];
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        keep[k] = slice.LoadMask(mask, slice.first + (from + k) * slice.step);
-      }
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-#pragma unroll
-        for (int i = 0; i < kInputs; ++i) words[i][from + k].Exclude(keep[k], outside[i]);
-      }
+      for (int i = 0; i < kInputs; ++i) words[i][k].Exclude(keep, outside[i]);
+    };
+    if (kBytes == 16 && mask.words) {
+      Keep keep[kWords];  // all are loaded before the first is used
+      ForWords([&](int k) { keep[k] = slice.LoadMask(slice.first + k * slice.step); });
+      ForWords([&](int k) { exclude(k, keep[k]); });
+    } else {
+      ForWords([&](int k) {
+        exclude(k, slice.GatherMask(mask, slice.first + k * slice.step));
+        words[0][k].Forget();  // a byte takes a register, so those of one word at a time
+      });
     }
     if (kEdges && slice.has_edge && slice.mask[slice.edge * mask.stride] == 0) {
 #pragma unroll
@@ -187,8 +190,9 @@ struct RegisterRow {
     }
   }
 
-  // Keeps the compiler from holding unpacked elements for the next pass.
+  // Keeps the compiler from holding unpacked elements, and addresses, for the next pass.
   __device__ __forceinline__ void Forget() {
+    if constexpr (kBytes == 16) asm volatile("" : "+r"(slice.first));
 #pragma unroll
     for (int i = 0; i < kInputs; ++i) {
       ForWords([&](int k) { words[i][k].Forget(); });
@@ -322,7 +326,10 @@ struct SharedRow {
     for (int from = slice.first; from < slice.end; from += kUnroll * slice.step) {
       typename RowSlice<T, kInputs>::Keep keep[kUnroll];
 #pragma unroll
-      for (int k = 0; k < kUnroll; ++k) keep[k] = slice.LoadMask(mask, from + k * slice.step);
+      for (int k = 0; k < kUnroll; ++k) {
+        const int word = from + k * slice.step;
+        keep[k] = mask.words ? slice.LoadMask(word) : slice.GatherMask(mask, word);
+      }
       AwaitAllCopies();
 #pragma unroll
       for (int k = 0; k < kUnroll; ++k, at += slice.step) {
