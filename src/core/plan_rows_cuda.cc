@@ -49,9 +49,14 @@ void PlanShort(const HeldShape& shape, const HeldLimits& limits, HeldPlan* plan)
   plan->blocks = CeilDiv(shape.rows, plan->rows_of_block);
 }
 
-void PlanRegisters(const HeldShape& shape, int64_t words, HeldPlan* plan) {
+void PlanRegisters(const HeldShape& shape, int64_t words, const HeldLimits& limits,
+                   HeldPlan* plan) {
   plan->holder = RowHolder::kRegisters;
-  plan->words = plan->edges || words > 16 ? kRowWords : words > 2 || shape.registers_only ? 2 : 1;
+  // Small arrays take as many lanes as they can: a lane's work is latency. Two adjacent lanes have
+  // a sector of 32 bytes; loads of single words, 4 rows apart, would read each sector twice.
+  const bool small = shape.rows * words < int64_t{512} * limits.processors;
+  const int64_t one = shape.registers_only ? 0 : small ? 32 : 2, two = small ? 64 : 4;
+  plan->words = plan->edges ? kRowWords : words <= one ? 1 : words <= two ? 2 : kRowWords;
   plan->log_lanes = LogOf(CeilDiv(words, plan->words));
   if (plan->edges) {  // a lane for each
     const int64_t edges = std::min<int64_t>(shape.n, 2 * (16 / shape.itemsize - 1));
@@ -157,7 +162,7 @@ HeldPlan PlanHeldRows(const HeldShape& shape, const HeldLimits& limits) {
   if (plan.edges && shape.n * shape.itemsize <= kShortHeldRow && !shape.registers_only) {
     PlanShort(shape, limits, &plan);
   } else if (shape.alike && words <= kMaxHeldThreads * kRowWords) {
-    PlanRegisters(shape, words, &plan);
+    PlanRegisters(shape, words, limits, &plan);
   } else if (shape.alike && !shape.registers_only && !PlanShared(shape, words, limits, &plan)) {
     PlanStreamed(shape, words, limits, &plan);
   }

@@ -322,25 +322,30 @@ struct SharedRow {
 
   // Loads bytes of the mask before it waits for the copies.
   __device__ __forceinline__ void Exclude(const RowMask& mask, const T (&outside)[kInputs]) {
-    int at = 0;
-    for (int from = slice.first; from < slice.end; from += kUnroll * slice.step) {
-      typename RowSlice<T, kInputs>::Keep keep[kUnroll];
+    using Keep = typename RowSlice<T, kInputs>::Keep;
+    const auto exclude = [&](int at, const Keep& keep) {
 #pragma unroll
-      for (int k = 0; k < kUnroll; ++k) {
-        const int word = from + k * slice.step;
-        keep[k] = mask.words ? slice.LoadMask(word) : slice.GatherMask(mask, word);
+      for (int i = 0; i < kInputs; ++i) {
+        Word word = Word::Load(words[i] + at);
+        word.Exclude(keep, outside[i]);
+        word.Store(words[i] + at);
       }
-      AwaitAllCopies();
+    };
+    if (mask.words) {
+      int at = 0;
+      for (int from = slice.first; from < slice.end; from += kUnroll * slice.step) {
+        Keep keep[kUnroll];
 #pragma unroll
-      for (int k = 0; k < kUnroll; ++k, at += slice.step) {
-        if (from + k * slice.step >= slice.end) break;
+        for (int k = 0; k < kUnroll; ++k) keep[k] = slice.LoadMask(from + k * slice.step);
+        AwaitAllCopies();
 #pragma unroll
-        for (int i = 0; i < kInputs; ++i) {
-          Word word = Word::Load(words[i] + at);
-          word.Exclude(keep[k], outside[i]);
-          word.Store(words[i] + at);
+        for (int k = 0; k < kUnroll; ++k, at += slice.step) {
+          if (from + k * slice.step < slice.end) exclude(at, keep[k]);
         }
       }
+    } else {
+      AwaitAllCopies();
+      ForWords([&](int word, int at) { exclude(at, slice.GatherMask(mask, word)); });
     }
     if (slice.has_edge && slice.mask[slice.edge * mask.stride] == 0) {
 #pragma unroll
