@@ -52,10 +52,11 @@ void PlanShort(const HeldShape& shape, const HeldLimits& limits, HeldPlan* plan)
 void PlanRegisters(const HeldShape& shape, int64_t words, const HeldLimits& limits,
                    HeldPlan* plan) {
   plan->holder = RowHolder::kRegisters;
-  // Small arrays take as many lanes as they can: a lane's work is latency. Two adjacent lanes have
-  // a sector of 32 bytes; loads of single words, 4 rows apart, would read each sector twice.
+  // Small arrays take as many lanes as they can, because the work of a lane is latency. In others,
+  // a lane has four words, which are loaded at once, but two adjacent lanes share a sector.
   const bool small = shape.rows * words < int64_t{512} * limits.processors;
-  const int64_t one = shape.registers_only ? 0 : small ? 32 : 2, two = small ? 64 : 4;
+  const int64_t one = shape.registers_only ? 0 : small ? kMaxHeldThreads : 2;
+  const int64_t two = small ? 2 * kMaxHeldThreads : 4;
   plan->words = plan->edges ? kRowWords : words <= one ? 1 : words <= two ? 2 : kRowWords;
   plan->log_lanes = LogOf(CeilDiv(words, plan->words));
   if (plan->edges) {  // a lane for each
