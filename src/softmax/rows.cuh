@@ -15,9 +15,9 @@
 namespace jax_fastops::cuda::softmax {
 
 // The forward of one row. Excluded elements are held as the infinity that the scale turns into
-// -inf.
-template <typename T>
-struct Forward {
+// -inf. Without kMayLog, it is never log_softmax.
+template <typename T, bool kMayLog>
+struct ForwardOf {
   using A = ComputeType<T>;
   using Params = OpParams;
   static constexpr int kInputs = 1, kReductions = 2, kSums = 2;
@@ -31,11 +31,12 @@ struct Forward {
   A top = 0;
   A total = 0;
 
-  __device__ __forceinline__ Forward(const Params& p, int64_t)
+  __device__ __forceinline__ ForwardOf(const Params& p, int64_t)
       : p(p), scale(static_cast<A>(p.scale)) {}
 
-  __device__ __forceinline__ T Outside(int) const { return Excluded<T, false>(p.log, p); }
-  __device__ __forceinline__ T Masked() const { return ExcludedResult<T, false>(p.log); }
+  __device__ __forceinline__ bool log() const { return kMayLog && p.log; }
+  __device__ __forceinline__ T Outside(int) const { return Excluded<T, false>(log(), p); }
+  __device__ __forceinline__ T Masked() const { return ExcludedResult<T, false>(log()); }
   __device__ __forceinline__ bool Undefined() const { return Normalizer<T>::Undefined(total); }
 
   template <typename Row>
@@ -66,7 +67,7 @@ struct Forward {
   template <typename Row>
   __device__ __forceinline__ A AddPowers(Row& row, A from) const {
     A sum = 0;
-    Branch(p.log, [&](auto is_log) {
+    Branch(log(), [&](auto is_log) {
       const Normalizer<T> normalize(is_log, scale, from);
       row.Map([&](auto& x) { sum += ToPowers(normalize, x); });
     });
@@ -86,10 +87,10 @@ struct Forward {
 
   // From what Map has left to results times `gain`, which log_softmax does not have.
   __device__ __forceinline__ auto Results(A gain = 1) const {
-    Normalizer<T> normalize(p.log, scale, top);
+    Normalizer<T> normalize(log(), scale, top);
     normalize.SetTotal(total);
-    const A factor = p.log ? scale : normalize.last * gain;
-    const A offset = p.log ? -normalize.last : A(0);
+    const A factor = log() ? scale : normalize.last * gain;
+    const A offset = log() ? -normalize.last : A(0);
     return [factor, offset](auto& x) {
 #pragma unroll
       for (auto& value : x) value = MulAdd(value, factor, offset);
@@ -102,7 +103,7 @@ struct Forward {
     if constexpr (Row::kKeeps) {
       row.Write([](auto&) {}, last);
     } else {
-      Branch(p.log, [&](auto is_log) {
+      Branch(log(), [&](auto is_log) {
         const Normalizer<T> again(is_log, scale, top);
         row.Write([&](auto& x) { ToPowers(again, x); }, last);
       });
@@ -150,8 +151,8 @@ struct Forward {
 
 // The backward of one row, from y and dy. For excluded elements y is held as -inf (log_softmax) or
 // 0, and dy as 0.
-template <typename T>
-struct Backward {
+template <typename T, bool kMayLog>
+struct BackwardOf {
   using A = ComputeType<T>;
   using Params = OpParams;
   static constexpr int kInputs = 2, kReductions = 1, kSums = 1;
@@ -163,13 +164,14 @@ struct Backward {
   A scale;
   A total = 0;
 
-  __device__ __forceinline__ Backward(const Params& p, int64_t)
+  __device__ __forceinline__ BackwardOf(const Params& p, int64_t)
       : p(p), scale(static_cast<A>(p.scale)) {}
 
+  __device__ __forceinline__ bool log() const { return kMayLog && p.log; }
   __device__ __forceinline__ T Outside(int input) const {
-    return input == 0 ? Excluded<T, true>(p.log, p) : FromCompute<T>(0);
+    return input == 0 ? Excluded<T, true>(log(), p) : FromCompute<T>(0);
   }
-  __device__ __forceinline__ T Masked() const { return ExcludedResult<T, true>(p.log); }
+  __device__ __forceinline__ T Masked() const { return ExcludedResult<T, true>(log()); }
   __device__ __forceinline__ bool Undefined() const { return Gradient<T>::Undefined(total, scale); }
 
   template <typename Row>
@@ -179,7 +181,7 @@ struct Backward {
   __device__ __forceinline__ void Add(Row& row) {
     // A branch of each word. One around all lets the compiler unpack them at once, and spill.
     row.Each([&](const auto& y, const auto& dy) {
-      Branch(p.log, [&](auto is_log) {
+      Branch(log(), [&](auto is_log) {
         constexpr int kSize = std::remove_reference_t<decltype(y)>::kSize;
         A terms[kSize], dys[kSize];
         y.Unpack(terms);
@@ -207,9 +209,9 @@ struct Backward {
 
   template <typename Row>
   __device__ __forceinline__ void Write(Row& row) const {
-    const Gradient<T> gradient(p.log, scale, total, p.skip_zeros);
+    const Gradient<T> gradient(log(), scale, total, p.skip_zeros);
     row.Write([&](auto& y, const auto& dy) {
-      Branch(p.log, [&](auto is_log) {
+      Branch(log(), [&](auto is_log) {
         Gradient<T> of_op = gradient;
         of_op.log = is_log;
 #pragma unroll
@@ -221,6 +223,15 @@ struct Backward {
   __device__ __forceinline__ void Join(const A (&sums)[kSums]) { total += sums[0]; }
   __device__ __forceinline__ void Collect(A (&sums)[kSums]) const { sums[0] = total; }
   __device__ __forceinline__ void Settle() const {}
+};
+
+template <typename T>
+struct Forward : ForwardOf<T, true> {
+  using ForwardOf<T, true>::ForwardOf;
+};
+template <typename T>
+struct Backward : BackwardOf<T, true> {
+  using BackwardOf<T, true>::BackwardOf;
 };
 
 // -------------------------------------------------------------------------------------------------
@@ -247,14 +258,14 @@ __device__ __forceinline__ void KeepSome(const PhiloxWords& seed, uint32_t large
 
 // The factor of elements that are kept goes into that of the row.
 template <typename T>
-struct DropForward : Forward<T> {
+struct DropForward : ForwardOf<T, false> {
   static constexpr bool kStreams = false;
   static constexpr int MinBlocks(int) { return 3; }  // 80 registers
 
   PhiloxWords seed;
 
   __device__ __forceinline__ DropForward(const OpParams& p, int64_t row)
-      : Forward<T>(p, row), seed(p.dropout.seeds.At(row)) {}
+      : ForwardOf<T, false>(p, row), seed(p.dropout.seeds.At(row)) {}
 
   template <typename Row>
   __device__ __forceinline__ void Write(Row& row) const {
@@ -273,8 +284,8 @@ struct DropBackward {
   static constexpr bool kStreams = false;
   static constexpr int MinBlocks(int) { return 3; }  // 80 registers
 
-  Forward<T> forward;
-  Backward<T> backward;
+  ForwardOf<T, false> forward;
+  BackwardOf<T, false> backward;
   PhiloxWords seed;
 
   __device__ __forceinline__ DropBackward(const Params& p, int64_t row)
