@@ -3,7 +3,7 @@
 
 namespace jax_fastops::cuda::softmax {
 
-template cudaError_t Run<__nv_bfloat16, false>(const Plan&, const Params&, void*, cudaStream_t);
-template cudaError_t Run<__nv_bfloat16, true>(const Plan&, const Params&, void*, cudaStream_t);
+template cudaError_t Run<__nv_bfloat16, false>(const Arguments&, cudaStream_t);
+template cudaError_t Run<__nv_bfloat16, true>(const Arguments&, cudaStream_t);
 
 }  // namespace jax_fastops::cuda::softmax

@@ -8,8 +8,7 @@
 // when a maximum rises. If there are few such tiles, several blocks share a tile, in two launches.
 //
 // With units of one element the kernel takes any array, also rows along the minor axis. It is the
-// only kernel for float64, and takes the rows that no other kernel holds: a row of whole units is a
-// column of units, whose sums are folded into one.
+// only kernel for float64.
 #ifndef JAX_FASTOPS_SOFTMAX_COLUMNS_CUH_
 #define JAX_FASTOPS_SOFTMAX_COLUMNS_CUH_
 
@@ -225,27 +224,21 @@ struct ColumnPasses {
     }
   }
 
-  // Reduces over the lanes, and with `fold` over the elements of the unit, too.
+  // Reduces over the lanes.
   template <typename Op>
-  __device__ __forceinline__ void Reduce(Op op, A (&values)[kSize], bool fold) const {
+  __device__ __forceinline__ void Reduce(Op op, A (&values)[kSize]) const {
     if (q.adjacent) {
       ReduceAdjacent(op, values, lanes);
     } else {
       ReduceLanes(op, values, scratch, q.log_width, kThreads);
     }
-    if (kSize == 1 || !fold) return;
-    A value = values[0];
-#pragma unroll
-    for (int i = 1; i < kSize; ++i) value = op(value, values[i]);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) values[i] = value;
   }
 
   __device__ __forceinline__ void ReduceTops() {
     A top[kSize];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) top[i] = tops[i];
-    Reduce(Max(), top, q.fold);
+    Reduce(Max(), top);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) Raise(i, top[i]);
   }
@@ -322,7 +315,7 @@ template <typename T, bool kGrad, bool kLog, int kBytes>
 __device__ __forceinline__ void NormalizeColumn(const Params& p, const ColumnsParams& q,
                                                 uint4* shared) {
   ColumnPasses<T, kGrad, kLog, kBytes> passes(p, q, shared);
-  if (q.stage == Stage::kWrite) {
+  if (q.stage == RowStage::kWrite) {
     passes.ReadPartials();
   } else if (q.held) {
     passes.Copy();
@@ -334,9 +327,8 @@ __device__ __forceinline__ void NormalizeColumn(const Params& p, const ColumnsPa
     passes.ReduceTops();
     if (q.held) passes.AddPowersHeld();
   }
-  // Sums of chunks are folded when they are read.
-  passes.Reduce(Sum(), passes.totals, q.fold && q.stage != Stage::kReduce);
-  if (q.stage == Stage::kReduce) {
+  passes.Reduce(Sum(), passes.totals);
+  if (q.stage == RowStage::kReduce) {
     passes.WritePartials();
   } else {
     passes.Write();

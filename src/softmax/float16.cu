@@ -3,7 +3,7 @@
 
 namespace jax_fastops::cuda::softmax {
 
-template cudaError_t Run<__half, false>(const Plan&, const Params&, void*, cudaStream_t);
-template cudaError_t Run<__half, true>(const Plan&, const Params&, void*, cudaStream_t);
+template cudaError_t Run<__half, false>(const Arguments&, cudaStream_t);
+template cudaError_t Run<__half, true>(const Arguments&, cudaStream_t);
 
 }  // namespace jax_fastops::cuda::softmax

@@ -3,7 +3,7 @@
 
 namespace jax_fastops::cuda::softmax {
 
-template cudaError_t Run<float, false>(const Plan&, const Params&, void*, cudaStream_t);
-template cudaError_t Run<float, true>(const Plan&, const Params&, void*, cudaStream_t);
+template cudaError_t Run<float, false>(const Arguments&, cudaStream_t);
+template cudaError_t Run<float, true>(const Arguments&, cudaStream_t);
 
 }  // namespace jax_fastops::cuda::softmax

@@ -3,7 +3,7 @@
 
 namespace jax_fastops::cuda::softmax {
 
-template cudaError_t Run<double, false>(const Plan&, const Params&, void*, cudaStream_t);
-template cudaError_t Run<double, true>(const Plan&, const Params&, void*, cudaStream_t);
+template cudaError_t Run<double, false>(const Arguments&, cudaStream_t);
+template cudaError_t Run<double, true>(const Arguments&, cudaStream_t);
 
 }  // namespace jax_fastops::cuda::softmax

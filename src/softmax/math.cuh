@@ -13,25 +13,28 @@
 
 namespace jax_fastops::cuda::softmax {
 
-struct Params {
-  const void* a;  // x, or y; with dropout always x
+struct OpParams {
+  double scale;
+  bool log;         // log_softmax; a flag of the kernels, which are bound by memory
+  bool zero_scale;  // the scale rounds to 0: x is replaced by 0 * x, and the scale by 1
+  bool skip_zeros;  // backward of a masked softmax: elements with y = 0 take no part
+  RowDropout dropout;
+};
+
+// Of the kernels along other axes.
+struct Params : OpParams {
+  const void* a;  // x, or y
   const void* b;  // dy
   void* out;      // y, or dx
   int64_t outer;
   int64_t n;
   int64_t inner;
-  double scale;
-  bool log;         // log_softmax; a flag of the kernels, which are bound by memory
-  bool zero_scale;  // the scale rounds to 0: x is replaced by 0 * x, and the scale by 1
-  bool skip_zeros;  // backward of a masked softmax: elements with y = 0 take no part
 
   const uint8_t* mask;  // null: none; always in the backward of softmax
   int64_t mask_stride;  // along n
   bool mask_units;      // the mask of a unit may be read in one load
   Offsets<kMaxMaskRank> mask_outer;
   Offsets<kMaxMaskRank> mask_inner;
-
-  RowDropout dropout;
 };
 
 // -------------------------------------------------------------------------------------------------
@@ -42,37 +45,37 @@ __device__ __forceinline__ double MulAdd(double a, double b, double c) { return 
 
 // Finds the element for which scale * x is largest: the largest element, or the smallest if the
 // scale is negative. 16-bit types compare two elements at once.
-template <typename T, int kBytes>
+template <typename T>
 struct Top {
   using A = ComputeType<T>;
-  using H = Vec<T, kBytes>;
 
   A value = -A(INFINITY);
   PairOf<std::conditional_t<sizeof(T) == 2, T, __half>> pair;
   bool negative;
 
   explicit __device__ __forceinline__ Top(A scale) : negative(scale < 0) {
-    if constexpr (H::kPairs) pair = H::Filled(FromCompute<T>(-A(INFINITY))).Pair(0);
+    if constexpr (sizeof(T) == 2) pair = Broadcast(FromCompute<T>(-A(INFINITY)));
   }
-  __device__ __forceinline__ void Add(const H& x) {
-    if constexpr (H::kPairs) {
+  template <int kBytes>
+  __device__ __forceinline__ void Add(const Vec<T, kBytes>& x) {
+    if constexpr (Vec<T, kBytes>::kPairs) {
       const uint32_t sign = negative ? 0x80008000u : 0u;
 #pragma unroll
-      for (int i = 0; i < H::kWords; ++i) {
-        H flipped;
+      for (int i = 0; i < Vec<T, kBytes>::kWords; ++i) {
+        Vec<T, 4> flipped;
         flipped.words[0] = x.words[i] ^ sign;
         pair = __hmax2(pair, flipped.Pair(0));
       }
     } else {
-      A values[H::kSize];
+      A values[Vec<T, kBytes>::kSize];
       x.Unpack(values);
 #pragma unroll
-      for (int i = 0; i < H::kSize; ++i) value = fmax(value, negative ? -values[i] : values[i]);
+      for (const A own : values) value = fmax(value, negative ? -own : own);
     }
   }
   // The maximum of -x if the scale is negative, so that maxima can be combined by a maximum again.
   __device__ __forceinline__ A Get() const {
-    if constexpr (H::kPairs) return fmax(ToCompute(pair.x), ToCompute(pair.y));
+    if constexpr (sizeof(T) == 2) return fmax(value, fmax(ToCompute(pair.x), ToCompute(pair.y)));
     return value;
   }
 };
@@ -186,7 +189,7 @@ struct Gradient {
 
 // The element that represents an excluded one.
 template <typename T, bool kGrad>
-__device__ __forceinline__ T Excluded(bool log, const Params& p) {
+__device__ __forceinline__ T Excluded(bool log, const OpParams& p) {
   using A = ComputeType<T>;
   if constexpr (kGrad) return FromCompute<T>(log ? -A(INFINITY) : A(0));
   return FromCompute<T>(static_cast<A>(p.scale) < A(0) ? A(INFINITY) : -A(INFINITY));
@@ -224,74 +227,10 @@ __device__ __forceinline__ A SumOf(A (&values)[kSize]) {
   return values[0];
 }
 
-template <typename T, int kBytes>
-__device__ __forceinline__ void AddTerms(bool log, const Vec<T, kBytes>& y,
-                                         const Vec<T, kBytes>& dy, bool skip_zeros,
-                                         ComputeType<T>& sum) {
-  constexpr int kSize = Vec<T, kBytes>::kSize;
-  Branch(log, [&](auto is_log) {
-    ComputeType<T> ys[kSize], dys[kSize];
-    y.Unpack(ys);
-    dy.Unpack(dys);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) ys[i] = Gradient<T>::Term(is_log, ys[i], dys[i], skip_zeros);
-    sum += SumOf(ys);
-  });
-}
-
-// Replaces y by the gradient.
-template <typename T, int kBytes>
-__device__ __forceinline__ void ToGradient(const Gradient<T>& gradient, Vec<T, kBytes>& y,
-                                           const Vec<T, kBytes>& dy) {
-  constexpr int kSize = Vec<T, kBytes>::kSize;
-  Branch(gradient.log, [&](auto is_log) {
-    Gradient<T> of_op = gradient;
-    of_op.log = is_log;
-    ComputeType<T> ys[kSize], dys[kSize];
-    y.Unpack(ys);
-    dy.Unpack(dys);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) ys[i] = of_op(ys[i], dys[i]);
-    y.Pack(ys);
-  });
-}
-
 // Whether the exponentials of softmax can replace the elements without loss, because the element
 // type is as wide as the compute type.
 template <typename T>
 inline constexpr bool kKeepsPowers = sizeof(T) >= 4;
-
-template <typename T, int kBytes>
-__device__ __forceinline__ void AddPowers(const Normalizer<T>& normalize, Vec<T, kBytes>& x,
-                                          ComputeType<T>& total) {
-  constexpr int kSize = Vec<T, kBytes>::kSize;
-  Branch(normalize.log, [&](auto is_log) {
-    const Normalizer<T> of_op(is_log, normalize.scale, normalize.top);
-    ComputeType<T> xs[kSize];
-    x.Unpack(xs);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) xs[i] = of_op.Power(xs[i]);
-    if (kKeepsPowers<T> && !is_log) x.Pack(xs);
-    total += SumOf(xs);
-  });
-}
-
-// Replaces x, or its exponential, by the result.
-template <bool kPowers, typename T, int kBytes>
-__device__ __forceinline__ void ToResult(const Normalizer<T>& normalize, Vec<T, kBytes>& x) {
-  constexpr int kSize = Vec<T, kBytes>::kSize;
-  Branch(normalize.log, [&](auto is_log) {
-    Normalizer<T> of_op = normalize;
-    of_op.log = is_log;
-    ComputeType<T> xs[kSize];
-    x.Unpack(xs);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      xs[i] = kPowers && !of_op.log ? xs[i] * of_op.last : of_op(xs[i]);
-    }
-    x.Pack(xs);
-  });
-}
 
 }  // namespace jax_fastops::cuda::softmax
 

@@ -6,26 +6,13 @@
 #include <cstdint>
 
 #include "core/fast_divide.h"
+#include "core/plan_rows.h"
 #include "softmax/shape.h"
 
 namespace jax_fastops::cuda::softmax {
 
 // -------------------------------------------------------------------------------------------------
 // Numbers that plans and kernels share
-
-inline constexpr int kRowThreads = 256;        // most threads per block of RowsKernel
-inline constexpr int kRowUnits = 4;            // units of a row per thread, except for short rows
-inline constexpr int kSpanThreads = 128;       // of SpanKernel
-inline constexpr int kSpanUnits = 16;          // units of 4 bytes per thread
-inline constexpr int kMostBlockThreads = 512;  // of BlockKernel
-inline constexpr int kMostCluster = 16;
-
-inline constexpr int kGangThreads = 512;
-inline constexpr int kGangUnits = 16;  // units of a row in a thread's registers
-inline constexpr int64_t kGangBlockUnits = int64_t{kGangThreads} * kGangUnits;
-inline constexpr int kGangSlots = 28;  // ring slots per thread
-inline constexpr int kGangShared = kGangSlots * kGangThreads * 16;
-inline constexpr int kMostGangBlocks = 192;
 
 constexpr int ColumnThreads(bool grad) { return grad ? 512 : 256; }
 
@@ -52,43 +39,13 @@ constexpr bool ColumnsInClusters(int bytes, bool grad) { return grad && bytes ==
 // -------------------------------------------------------------------------------------------------
 // Parameters of the kernels, besides those of the op
 
-struct RowsParams {
-  int lanes;      // threads of a row: 1 to 32 (a power of two), or the block
-  int log_lanes;  // up to 32 lanes
-  int groups;     // rows that a block holds at once
-  int units;      // of a row per thread
-};
-
-struct SpanParams {
-  int log_lanes;  // of a row
-  int units;      // of a row per thread
-  int rows;       // per block
-  int words;      // room for the span of one array in shared memory
-};
-
-struct BlockParams {
-  int block_units;  // units of a row per block of the cluster
-  int cluster;
-  int log_cluster;
-};
-
-struct GangParams {
-  int blocks;          // per gang
-  int gangs;           // of the launch; a gang takes every gangs-th row
-  int block_units;     // units of a row per block
-  uint32_t* partials;  // sum and, in the forward, maximum of each block of each row; see GangSum
-};
-
-enum class Stage { kAll, kReduce, kWrite };
-
 struct ColumnsParams {
   FastDivisor64 row_units;  // units of inner elements
   int64_t columns;          // units of all of outer and inner
   int log_width;            // a tile is 1 << log_width units wide
   bool adjacent;            // the lanes of a column are adjacent threads of a warp
   bool held;                // in shared memory
-  bool fold;                // the elements of a unit belong to the same row
-  Stage stage;
+  RowStage stage;
   int64_t chunk;  // the part of n that a block takes
   int64_t chunks;
   void* partials;  // of each chunk: the maxima of all rows, then their sums
@@ -109,18 +66,8 @@ struct ColumnRegistersParams {
 // -------------------------------------------------------------------------------------------------
 // Plans
 
-// The limits of a device that matter here.
-struct Limits {
-  int processors = 0;
-  int shared_bytes = 0;  // of dynamic shared memory, most per block
-  int cluster = 1;       // most blocks per cluster
-};
-
-// Shared memory per block with which three blocks, two blocks, or one block fit on an SM of an
-// H100.
+// Shared memory per block with which three blocks fit on an SM of an H100.
 inline constexpr int kThirdOfShared = 72 << 10;
-inline constexpr int kHalfOfShared = 108 << 10;
-inline constexpr int kMostOfShared = 132 << 10;
 
 // A longer row has a workspace of ceil(n / 1024) elements of the accumulator's type.
 inline constexpr int64_t kWorkspaceRow = 16384;
@@ -139,13 +86,6 @@ struct Call {
 };
 
 enum class Kernel {
-  kTinyRows,    // RowsKernel with one unit of four rows per thread
-  kShortRows,   // RowsKernel with two units of two rows per thread
-  kRows,        // RowsKernel with kRowUnits units of a row per thread
-  kRaggedRows,  // the same for rows that begin or end inside a unit
-  kSpan,
-  kBlock,
-  kGang,
   kColumnRegisters,         // with units of 16 bytes
   kElementColumnRegisters,  // with units of one element
   kColumns,                 // with units of ColumnUnitBytes
@@ -154,40 +94,27 @@ enum class Kernel {
 
 struct Plan {
   Kernel kernel;
-  // Of the call, or a view of it: rows as columns of units.
-  SoftmaxShape shape;
-  SoftmaxMask mask;
   bool mask_units = false;  // the mask of a unit may be read in one load
   int64_t blocks = 0;
   int64_t blocks_y = 1;
   int threads = 0;
   int64_t shared_bytes = 0;
   int cluster = 1;
-  bool cooperative = false;
-  int64_t ones = 0;  // 32-bit words of the workspace whose bits are set before the launch
-  union {
-    RowsParams rows;
-    SpanParams span;
-    BlockParams block;
-    GangParams gang;
-  };
   ColumnsParams columns = {};
   ColumnRegistersParams registers = {};
-
-  Plan() : rows{} {}
 };
 
-// The plan of a call whose array is not empty. A plan with more blocks than a grid may have cannot
-// be launched. With dropout, the kernel is one of RowsKernel if the array can have such a kernel:
-// see TakesDropout.
-Plan MakePlan(const Call& call, const Limits& limits);
+// The plan of a call along the minor axis for the core's kernels over rows. Without a kernel there
+// (RowHolder::kNone), rows are columns: float64, arrays of other misalignments, rows of 2^31
+// elements. softmax.py asks for dropout only in rows that have a kernel.
+HeldPlan PlanRowsOf(const Call& call, const HeldLimits& limits);
 
-// Whether the kernel of a plan has a variant with dropout. It has for rows of up to
-// kSoftmaxDropoutRow elements of up to 4 bytes, if all arrays begin alike within 16 bytes.
-constexpr bool TakesDropout(const Plan& plan) {
-  return plan.kernel == Kernel::kShortRows || plan.kernel == Kernel::kRows ||
-         plan.kernel == Kernel::kRaggedRows;
-}
+// Whether the mask of aligned rows can be loaded for 16 bytes of elements at a time.
+bool MaskHasWords(const Call& call);
+
+// The plan of a call along any axis, whose array is not empty. A plan with more blocks than a grid
+// may have cannot be launched.
+Plan MakePlan(const Call& call, const HeldLimits& limits);
 
 inline constexpr int64_t kMostBlocks = 0x7fffffff;
 

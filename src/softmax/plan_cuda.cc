@@ -23,126 +23,15 @@ bool MaskHasUnits(const SoftmaxShape& shape, const SoftmaxMask& mask, int size) 
   return mask.inner.rank == 1 && mask.inner.stride[0] == 1 && (bits | mask.stride) % size == 0;
 }
 
-// -------------------------------------------------------------------------------------------------
-// Along the minor axis. A unit has 16 bytes.
-
-// Rows of `units` units. If they are not aligned, of up to as many whole ones, or with dropout of
-// up to as many that they overlap.
-void PlanRows(const Call& call, int64_t units, bool aligned, Plan* plan) {
-  RowsParams& q = plan->rows;
-  int rows = 1, per_thread = kRowUnits;
-  plan->kernel = aligned ? Kernel::kRows : Kernel::kRaggedRows;
-  if (aligned && units <= 8 && !call.dropout) {
-    plan->kernel = Kernel::kTinyRows;
-    rows = 4;
-    per_thread = 1;
-  } else if (aligned && units <= 16) {
-    plan->kernel = Kernel::kShortRows;
-    rows = per_thread = 2;
-  }
-  const int least = plan->kernel == Kernel::kTinyRows || call.dropout ? 1 : 3;
-  q.log_lanes = std::max(Log2(CeilDiv(units, per_thread)), least);
-  // A thread for each element outside whole units.
-  const int64_t ends = std::min<int64_t>(call.shape.n, 2 * (16 / call.itemsize - 1));
-  if (!aligned && !call.dropout) q.log_lanes = std::max(q.log_lanes, Log2(ends));
-  q.lanes = 1 << q.log_lanes;
-  if (q.lanes > 32 && !aligned) q.lanes = static_cast<int>(RoundUp(CeilDiv(units, kRowUnits), 32));
-  q.units = static_cast<int>(CeilDiv(units, q.lanes));
-  plan->threads = std::max(128, q.lanes);
-  if (q.lanes > 32) plan->threads = q.lanes;
-  q.groups = plan->threads / q.lanes;
-  plan->blocks = CeilDiv(call.shape.outer, int64_t{q.groups} * rows);
-}
-
-void PlanSpan(const Call& call, const Limits& limits, Plan* plan) {
-  SpanParams& q = plan->span;
-  const int64_t n = call.shape.n, outer = call.shape.outer;
-  // A row that begins in the middle of a unit has one more.
-  const int64_t units = call.itemsize == 2 ? n / 2 + 1 : n;
-  q.log_lanes = Log2(CeilDiv(units, kSpanUnits));
-  // Small arrays use more lanes than are needed to hold a row, so that all SMs have work.
-  while (q.log_lanes < 5 && int64_t{1} << q.log_lanes < units &&
-         outer << q.log_lanes < int64_t{256} * limits.processors) {
-    ++q.log_lanes;
-  }
-  q.units = static_cast<int>(CeilDiv(units, int64_t{1} << q.log_lanes));
-  const int groups = kSpanThreads >> q.log_lanes;
-  // Spans of 8 KB, so that many blocks fit on an SM. Some load while others compute or store.
-  constexpr int64_t kSpanBytes = 8192;
-  const int64_t most = std::max<int64_t>(1, kSpanBytes / (groups * n * call.itemsize));
-  const int64_t enough = CeilDiv(outer, int64_t{8} * limits.processors * groups);
-  q.rows = static_cast<int>(groups * std::min(most, enough));
-  q.words = static_cast<int>(CeilDiv(q.rows * n * call.itemsize, 16) + 1);
-  plan->kernel = Kernel::kSpan;
-  plan->threads = kSpanThreads;
-  plan->shared_bytes = int64_t{q.words} * 16 * (call.grad ? 3 : 2);
-  plan->blocks = CeilDiv(outer, q.rows);
-}
-
-// Whether gangs can hold a row of `units` units on the device.
-bool HasGangs(int64_t units, const Limits& limits) {
-  return limits.shared_bytes >= kGangShared &&
-         CeilDiv(units, kGangBlockUnits) <= std::min(limits.processors, kMostGangBlocks);
-}
-
-void PlanGang(const Call& call, int64_t units, const Limits& limits, Plan* plan) {
-  // Choose the number of gangs that leaves the fewest gangs idle in the last round. Among equals
-  // take the largest number, because then fewer blocks exchange sums.
-  const int64_t outer = call.shape.outer, needed = CeilDiv(units, kGangBlockUnits);
-  const int64_t most = std::min(outer, limits.processors / needed);
-  const auto places = [&](int64_t gangs) { return RoundUp(outer, gangs); };
-  int64_t gangs = 1;
-  for (int64_t g = 2; g <= most; ++g) {
-    if (places(g) <= places(gangs)) gangs = g;
-  }
-  GangParams& q = plan->gang;
-  q.gangs = static_cast<int>(gangs);
-  const int64_t room = call.shape.n / 2048;  // blocks per row for which the workspace has room
-  q.blocks = static_cast<int>(
-      std::min({limits.processors / gangs, std::max(needed, room), int64_t{kMostGangBlocks}}));
-  q.block_units = static_cast<int>(CeilDiv(units, q.blocks));
-  plan->kernel = Kernel::kGang;
-  plan->blocks = int64_t{q.blocks} * q.gangs;
-  plan->threads = kGangThreads;
-  plan->shared_bytes = kGangShared;
-  plan->cooperative = q.blocks > 1;
-  plan->ones = q.blocks > 1 ? outer * q.blocks * (call.grad ? 1 : 2) : 0;
-}
-
-// Takes the smallest cluster that leaves room for a second one on the same SMs. With twice as many
-// blocks of half the size, rows of 50257 and of 128256 elements measured 1 to 8% slower. Returns
-// false if no cluster holds a row.
-bool PlanBlock(const Call& call, int64_t units, const Limits& limits, Plan* plan) {
-  for (int log_cluster = 0; log_cluster <= 5; ++log_cluster) {
-    const bool large = log_cluster == 5;  // the largest cluster again, with larger blocks
-    const int log = large ? 4 : log_cluster, cluster = 1 << log;
-    const int64_t block_units = CeilDiv(units, cluster);
-    const int64_t bytes = block_units * 16 * (call.grad ? 2 : 1);
-    const int most = std::min(large ? kMostOfShared : kHalfOfShared, limits.shared_bytes);
-    if (cluster > limits.cluster || bytes > most) continue;
-    plan->kernel = Kernel::kBlock;
-    plan->block = {static_cast<int>(block_units), cluster, log};
-    plan->blocks = call.shape.outer * cluster;
-    plan->threads = large ? kMostBlockThreads : 256;
-    plan->shared_bytes = bytes;
-    plan->cluster = cluster;
-    return true;
-  }
-  return false;
-}
-
-// -------------------------------------------------------------------------------------------------
-// Along other axes
-
 // A unit has `bytes` bytes and `size` elements.
-void PlanColumns(const Call& call, int bytes, int size, const Limits& limits, Plan* plan) {
+void PlanColumns(const Call& call, int bytes, int size, const HeldLimits& limits, Plan* plan) {
   ColumnsParams& q = plan->columns;
-  const SoftmaxShape& shape = plan->shape;
+  const SoftmaxShape& shape = call.shape;
   const int accumulator = std::max(call.itemsize, 4);
   const int64_t row_units = shape.inner / size;
   q.row_units = FastDivisor64(static_cast<uint64_t>(row_units));
   q.columns = shape.outer * row_units;
-  q.stage = Stage::kAll;
+  q.stage = RowStage::kAll;
   q.chunk = shape.n;
   q.chunks = 1;
   const int threads = ColumnThreads(call.grad), log_threads = Log2(threads);
@@ -188,18 +77,19 @@ void PlanColumns(const Call& call, int bytes, int size, const Limits& limits, Pl
 
   constexpr int64_t kMinChunk = 4096, kMaxChunks = 1024;
   const int64_t wanted = std::min(kMaxChunks, CeilDiv(4 * limits.processors, tiles(width)));
-  if (!q.held && shape.n * (q.fold ? size : 1) > kWorkspaceRow && wanted > 1) {
+  if (!q.held && shape.n > kWorkspaceRow && wanted > 1) {
     q.chunk = std::max(kMinChunk, CeilDiv(shape.n, wanted));
     q.chunks = CeilDiv(shape.n, q.chunk);
     plan->blocks_y = q.chunks;
-    q.stage = q.chunks > 1 ? Stage::kReduce : Stage::kAll;
+    q.stage = q.chunks > 1 ? RowStage::kReduce : RowStage::kAll;
   }
 }
 
 // Returns false if the kernel cannot hold a column.
-bool PlanColumnRegisters(const Call& call, int bytes, int size, const Limits& limits, Plan* plan) {
+bool PlanColumnRegisters(const Call& call, int bytes, int size, const HeldLimits& limits,
+                         Plan* plan) {
   ColumnRegistersParams q;
-  const SoftmaxShape& shape = plan->shape;
+  const SoftmaxShape& shape = call.shape;
   const int accumulator = std::max(call.itemsize, 4);
   const int64_t row_units = shape.inner / size;
   q.row_units = FastDivisor64(static_cast<uint64_t>(row_units));
@@ -232,7 +122,7 @@ bool PlanColumnRegisters(const Call& call, int bytes, int size, const Limits& li
     log_threads = std::min(log_tile, Log2(ColumnRegisterThreads(bytes)));
     q.log_threads = log_threads;
     q.log_blocks = log_tile - log_threads;
-    const int most = ColumnsInClusters(bytes, call.grad) ? std::min(8, limits.cluster) : 1;
+    const int most = ColumnsInClusters(bytes, call.grad) ? std::min(8, limits.max_cluster) : 1;
     if (q.log_blocks > 3 || 1 << q.log_blocks > most) return false;
     // Tiles would share sectors. That measured 1.64 times the copy floor, and 1.23 times with
     // ColumnsKernel.
@@ -262,10 +152,10 @@ bool PlanColumnRegisters(const Call& call, int bytes, int size, const Limits& li
   return true;
 }
 
-// An axis that is not the minor one, or rows that no kernel for rows takes.
-void PlanAxis(const Call& call, const Limits& limits, Plan* plan) {
-  const SoftmaxShape& shape = plan->shape;
-  const SoftmaxMask& mask = plan->mask;
+// An axis that is not the minor one, or rows that no kernel for rows takes (see PlanRowsOf).
+void PlanAxis(const Call& call, const HeldLimits& limits, Plan* plan) {
+  const SoftmaxShape& shape = call.shape;
+  const SoftmaxMask& mask = call.mask;
   const bool mask_inner = mask.data != nullptr && mask.inner.rank > 0;
   const auto has_units = [&](int size) {
     const uint64_t addresses = call.a | call.b | call.out;
@@ -274,7 +164,7 @@ void PlanAxis(const Call& call, const Limits& limits, Plan* plan) {
   };
   const int unit = ColumnUnitBytes(call.itemsize), size = unit / call.itemsize;
   const bool units = size > 1 && shape.inner > 1 && has_units(size);
-  if (call.itemsize < 8 && shape.inner > 1 && !plan->columns.fold) {
+  if (call.itemsize < 8 && shape.inner > 1) {
     plan->mask_units = mask_inner;
     if (has_units(16 / call.itemsize) &&
         PlanColumnRegisters(call, 16, 16 / call.itemsize, limits, plan)) {
@@ -291,68 +181,34 @@ void PlanAxis(const Call& call, const Limits& limits, Plan* plan) {
   PlanColumns(call, units ? unit : call.itemsize, units ? size : 1, limits, plan);
 }
 
-// Views aligned rows as columns of units, if ColumnsKernel can read their mask in this way.
-void Fold(const Call& call, Plan* plan) {
-  const int size = ColumnUnitBytes(call.itemsize) / call.itemsize;
-  SoftmaxMask& mask = plan->mask;
-  if (size == 1 || call.shape.n % size != 0) return;
-  if (mask.data != nullptr && mask.stride != 0) {
-    if (!MaskHasUnits(call.shape, mask, size)) return;
-    mask.inner.rank = 1;
-    mask.inner.size[0] = size;
-    mask.inner.stride[0] = 1;
-    mask.stride = size;
-  }
-  plan->columns.fold = true;
-  plan->shape.n /= size;
-  plan->shape.inner = size;
-}
-
 }  // namespace
 
-Plan MakePlan(const Call& call, const Limits& limits) {
-  Plan plan;
-  plan.shape = call.shape;
-  plan.mask = call.mask;
-  const int64_t n = call.shape.n, row_bytes = n * call.itemsize;
+HeldPlan PlanRowsOf(const Call& call, const HeldLimits& limits) {
+  if (call.shape.inner > 1 || call.itemsize == 8) return {};
+  if (call.dropout && call.shape.n > kSoftmaxDropoutRow) return {};
+  const int64_t n = call.shape.n;
   const bool alike = (call.a ^ call.out) % 16 == 0 && (call.a ^ call.b) % 16 == 0;
-  const bool aligned = alike && call.a % 16 == 0 && row_bytes % 16 == 0;
-  if (call.shape.inner > 1 || call.itemsize == 8) {
-    PlanAxis(call, limits, &plan);
-    return plan;
-  }
+  return PlanHeldRows({.rows = call.shape.outer,
+                       .n = n,
+                       .itemsize = call.itemsize,
+                       .inputs = call.grad ? 2 : 1,
+                       .alike = alike,
+                       .aligned = alike && call.a % 16 == 0 && n * call.itemsize % 16 == 0,
+                       .registers_only = call.dropout,
+                       // The forward has two sums of a block, a maximum among them.
+                       .room = n > kWorkspaceRow ? CeilDiv(n, 1024) / (call.grad ? 1 : 2) : 0},
+                      limits);
+}
 
-  // SpanKernel needs rows that begin alike within 4 bytes. RowsKernel is faster for longer rows:
-  // for bfloat16 rows of 197 elements by 15% forward and 13% backward.
-  constexpr int64_t kSpanRow = 256;  // bytes
-  if (!aligned && !call.dropout && row_bytes <= kSpanRow && (call.a ^ call.out) % 4 == 0 &&
-      (call.a ^ call.b) % 4 == 0) {
-    PlanSpan(call, limits, &plan);
-    return plan;
-  }
+bool MaskHasWords(const Call& call) {
   const int size = 16 / call.itemsize;
-  plan.mask_units =
-      call.mask.data != nullptr && aligned && MaskHasUnits(call.shape, call.mask, size);
-  const int64_t units = aligned ? n / size : (n + 2 * size - 2) / size;
-  const bool gangs = alike && HasGangs(units, limits);
-  // Gangs are faster than large clusters for very long rows. For float32 (512, 262144), relative to
-  // the copy floor, the forward measured 1.12 with a cluster and 1.07 with a gang, the
-  // backward 1.31 and 1.05. The backward of log_softmax stays with clusters: in a gang it would
-  // compute its exponentials between two rows, which takes longer.
-  const bool very_long = units > (call.grad ? 32768 : 30000) && !(call.grad && call.log);
-  const int64_t held = call.dropout ? units : n / size;  // by threads, as units
-  if (alike && held <= kRowThreads * kRowUnits) {
-    PlanRows(call, held, aligned, &plan);
-  } else if (gangs && very_long) {
-    PlanGang(call, units, limits, &plan);
-  } else if (alike && PlanBlock(call, units, limits, &plan)) {
-  } else if (gangs && n > kWorkspaceRow) {
-    PlanGang(call, units, limits, &plan);
-  } else {
-    plan.mask_units = false;
-    if (aligned) Fold(call, &plan);
-    PlanAxis(call, limits, &plan);
-  }
+  return call.mask.data != nullptr && (call.a | call.out) % 16 == 0 &&
+         MaskHasUnits(call.shape, call.mask, size);
+}
+
+Plan MakePlan(const Call& call, const HeldLimits& limits) {
+  Plan plan;
+  PlanAxis(call, limits, &plan);
   return plan;
 }
 

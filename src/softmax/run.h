@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "core/cuda/held_rows.cuh"
 #include "softmax/math.cuh"
 #include "softmax/plan.h"
 
@@ -12,9 +13,19 @@ namespace jax_fastops::cuda::softmax {
 
 struct Softmax;  // the family, in the list of kernels
 
-// Enqueues the kernels of a plan, of the backward if kGrad.
+// What a call becomes: rows along the minor axis, if `rows_plan` has a kernel for them, or columns.
+struct Arguments {
+  OpParams op;
+  HeldPlan rows_plan;
+  HeldRows rows;
+  Plan plan;
+  Params columns;
+  void* workspace;
+};
+
+// Enqueues the kernels, of the backward if kGrad.
 template <typename T, bool kGrad>
-cudaError_t Run(const Plan& plan, const Params& p, void* workspace, cudaStream_t stream);
+cudaError_t Run(const Arguments& arguments, cudaStream_t stream);
 
 }  // namespace jax_fastops::cuda::softmax
 

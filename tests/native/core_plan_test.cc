@@ -1,8 +1,10 @@
 // Property tests of the core's plans. Kernels over rows: every row has lanes, the lanes of a row
-// are those that its kernel accepts, and no lane is idle that the plan could have left out. Partial
+// are those that its kernel accepts, and no lane is idle that the plan could have left out. Rows
+// that are held: their holder has room for them. Partial
 // sums: a block has threads, and room for the sums of its warps.
 #include "core/plan_rows.h"
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/integer.h"
@@ -54,6 +56,70 @@ void CheckPlan(const RowsShape& shape, int processors, int max_cluster) {
   }
 }
 
+#define CHECK_HELD(condition)                                                                      \
+  CHECK(                                                                                           \
+      condition,                                                                                   \
+      "%lld rows of %lld elements, %d bytes, %d inputs, alike %d, aligned %d, registers %d, room " \
+      "%lld, %d SMs: holder %d, %d words, %d lanes, %d threads, %d blocks of a row, %d rows of a " \
+      "block, %lld blocks, %lld bytes",                                                            \
+      (long long)shape.rows, (long long)shape.n, shape.itemsize, shape.inputs, (int)shape.alike,   \
+      (int)shape.aligned, (int)shape.registers_only, (long long)shape.room, limits.processors,     \
+      (int)plan.holder, plan.words, 1 << plan.log_lanes, plan.threads, plan.blocks_of_row,         \
+      plan.rows_of_block, (long long)plan.blocks, (long long)plan.shared_bytes)
+
+void CheckHeld(const HeldShape& shape, const HeldLimits& limits, int64_t (&uses)[5]) {
+  const HeldPlan plan = PlanHeldRows(shape, limits);
+  ++uses[static_cast<int>(plan.holder)];
+  const int64_t bytes = shape.n * shape.itemsize, words = bytes / 16;
+  const int64_t lanes = int64_t{1} << plan.log_lanes;
+  if (plan.holder == RowHolder::kNone) {
+    CHECK_HELD(!shape.alike || shape.registers_only);
+    CHECK_HELD(!shape.alike || words > kMaxHeldThreads * kRowWords);
+    return;
+  }
+  CHECK_HELD(plan.threads % 32 == 0 && (plan.threads & (plan.threads - 1)) == 0);
+  CHECK_HELD(plan.shared_bytes <= limits.shared_bytes && plan.edges == !shape.aligned);
+  CHECK_HELD(plan.blocks >= 1 && plan.blocks_of_row >= 1);
+  if (plan.holder == RowHolder::kShort) {
+    CHECK_HELD(!shape.registers_only && plan.threads == kShortHeldThreads && lanes <= 32);
+    CHECK_HELD(lanes * kShortHeldElements >= shape.n && lanes < 2 * shape.n);
+    const int64_t groups = plan.threads / lanes, rows = plan.rows_of_block;
+    CHECK_HELD(rows >= groups && rows % groups == 0);
+    // The words that the rows of a block may overlap.
+    CHECK_HELD(plan.words_of_block * 16 >= rows * bytes + 16 - shape.itemsize);
+    CHECK_HELD(plan.shared_bytes == int64_t{plan.words_of_block} * 16 * shape.inputs);
+    CHECK_HELD(plan.shared_bytes <= 48 << 10);
+    CHECK_HELD(plan.blocks * rows >= shape.rows && (plan.blocks - 1) * rows < shape.rows);
+    return;
+  }
+  CHECK_HELD(shape.alike && (lanes <= 32 || lanes == plan.threads));
+  if (plan.holder == RowHolder::kRegisters) {
+    const int64_t rows = plan.threads / lanes;
+    CHECK_HELD(plan.threads <= kMaxHeldThreads && lanes * plan.words >= words);
+    CHECK_HELD(plan.words == kRowWords ||
+               (!plan.edges && plan.words >= (shape.registers_only + 1)));
+    CHECK_HELD(!plan.edges || lanes >= std::min<int64_t>(shape.n, 2 * (16 / shape.itemsize - 1)));
+    CHECK_HELD(plan.blocks * rows >= shape.rows && (plan.blocks - 1) * rows < shape.rows);
+    return;
+  }
+  CHECK_HELD(!shape.registers_only && lanes == plan.threads);
+  CHECK_HELD(plan.blocks == shape.rows * plan.blocks_of_row);
+  if (plan.holder == RowHolder::kShared) {
+    CHECK_HELD(plan.threads <= kMaxSharedThreads && plan.blocks_of_row <= limits.max_cluster);
+    CHECK_HELD(int64_t{plan.words_of_block} * plan.blocks_of_row >= words);
+    CHECK_HELD(plan.shared_bytes == int64_t{plan.words_of_block} * 16 * shape.inputs);
+    return;
+  }
+  CHECK_HELD(plan.holder == RowHolder::kStreamed && plan.threads == kStreamedThreads);
+  if (plan.one_launch) {
+    CHECK_HELD(plan.blocks_of_row <= limits.max_cluster);
+    return;
+  }
+  CHECK_HELD(plan.blocks_of_row <= shape.room);
+  // Each block has a chunk.
+  CHECK_HELD((plan.blocks_of_row - 1) * int64_t{kStreamedThreads} * kRowWords < words);
+}
+
 #define CHECK_SUMS(condition)                                                     \
   CHECK(condition, "%lld results of %lld terms: width 2^%d, share 2^%d, wide %d", \
         (long long)results, (long long)terms, plan.log_width, plan.log_share, widens)
@@ -88,6 +154,22 @@ int main() {
     shape.reduces = random.Coin();
     CheckPlan(shape, static_cast<int>(random.Size(200)), 1 << random.Below(4));
   }
+  int64_t uses[5] = {};
+  for (int i = 0; i < kShapes; ++i) {
+    HeldShape shape;
+    shape.itemsize = 2 << random.Below(2);
+    shape.rows = random.Size(random.Coin() ? 256 : int64_t{1} << 31);
+    shape.n = random.Size(int64_t{1} << 31);
+    shape.n = std::min<int64_t>(shape.n, 0x7fffffff);
+    shape.inputs = 1 + random.Coin();
+    shape.alike = random.Below(4) > 0;
+    shape.aligned = shape.alike && shape.n * shape.itemsize % 16 == 0 && random.Coin();
+    shape.registers_only = random.Below(4) == 0;
+    shape.room = random.Coin() ? 0 : random.Size(100000);
+    const HeldLimits devices[] = {{132, 230400, 16}, {108, 164864, 1}, {46, 99328, 1}};
+    CheckHeld(shape, devices[random.Below(3)], uses);
+  }
+  for (int64_t count : uses) CHECK(count > 0, "no shape is held in one of the ways");
   for (int i = 0; i < kShapes; ++i) {
     CheckSums(random.Size(int64_t{1} << 40), random.Size(0x7fffffff), random.Coin());
   }

@@ -169,8 +169,9 @@ struct Group {
     A blocks[kValues][16];
   };
 
-  Scratch* scratch;  // unused if a row is within a warp
+  Scratch* scratch;  // one for each reduction; unused if a row is within a warp
   int lanes;
+  int turn = 0;  // counts the reductions
 
   // All threads call it, before AllReduce.
   __device__ __forceinline__ void Begin() const {
@@ -181,26 +182,28 @@ struct Group {
 
   // Calls stage(values, width), which reduces the values over `width` neighboring lanes, for the
   // lanes of a warp, then for what the warps have, then for what the blocks have. Every thread gets
-  // the result. All threads call it, once.
+  // the result. All threads call it.
   template <typename Stage>
   __device__ __forceinline__ void AllReduce(const Stage& stage, A (&values)[kValues]) {
     stage(values, min(lanes, 32));
     if (lanes <= 32) return;
+    const bool is_first = turn == 0;
+    Scratch& now = scratch[turn++];
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) scratch->warps[i][threadIdx.x / 32] = values[i];
+      for (int i = 0; i < kValues; ++i) now.warps[i][threadIdx.x / 32] = values[i];
     }
     __syncthreads();
-    Gather(stage, values, scratch->warps, lanes / 32);
+    Gather(stage, values, now.warps, lanes / 32);
     if constexpr (kHopper) {
       const int blocks = BlocksOfCluster();
       if (blocks == 1) return;
       // All blocks run, so their shared memory may be written.
-      asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+      if (is_first) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
       if (static_cast<int>(threadIdx.x) < blocks) {
 #pragma unroll
         for (int i = 0; i < kValues; ++i) {
-          uint32_t to = SharedAddress(&scratch->blocks[i][BlockOfCluster()]);
+          uint32_t to = SharedAddress(&now.blocks[i][BlockOfCluster()]);
           asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(threadIdx.x));
           if constexpr (sizeof(A) == 4) {
             asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(values[i]) : "memory");
@@ -213,8 +216,14 @@ struct Group {
           "barrier.cluster.arrive.release.aligned;\n"
           "barrier.cluster.wait.acquire.aligned;" ::
               : "memory");
-      Gather(stage, values, scratch->blocks, blocks);
+      Gather(stage, values, now.blocks, blocks);
     }
+  }
+
+  // Reduces each value by the same operation.
+  template <typename Op>
+  __device__ __forceinline__ void All(Op op, A (&values)[kValues]) {
+    AllReduce([&](A(&own)[kValues], int width) { Butterfly(op, own, width); }, values);
   }
 
  private:

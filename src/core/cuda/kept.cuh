@@ -64,6 +64,15 @@ __device__ __forceinline__ void KeptPairs(const PhiloxWords& seed, int first,
   }
 }
 
+// Whether an element of a row is kept.
+__device__ __forceinline__ bool IsElementKept(const PhiloxWords& seed, int index,
+                                              uint32_t largest) {
+  const PhiloxWords bits = RandomBits(seed, static_cast<uint32_t>(index) / kSeedBlock);
+  const int i = index % kSeedBlock / 2;
+  const uint32_t word = i < 2 ? bits.word[i == 0 ? 0 : 1] : bits.word[i == 2 ? 2 : 3];
+  return (index % 2 == 0 ? word & 0xffffu : word >> 16) <= largest;
+}
+
 // Which of a thread's elements of a row are kept, one bit for each: kUnits units of kSize, which
 // must be 4 or 8. Element 0 of unit k is element `first` + k * `stride` of the row; these are
 // multiples of kSize, and with kSize 4, `stride` is one of 8.

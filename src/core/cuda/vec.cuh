@@ -357,6 +357,19 @@ struct Vec {
     return v;
   }
 
+  // The same, with other words than zeros if there is no load.
+  static __device__ __forceinline__ Vec LoadOr(bool load, const void* p, uint32_t otherwise) {
+    static_assert(kBytes == 16 && sizeof(W) == 4);
+    Vec v;
+    asm volatile(
+        "{ .reg .pred p; setp.ne.u32 p, %4, 0;\n"
+        "mov.u32 %0, %6; mov.u32 %1, %6; mov.u32 %2, %6; mov.u32 %3, %6;\n"
+        "@p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%5]; }"
+        : "=&r"(v.words[0]), "=&r"(v.words[1]), "=&r"(v.words[2]), "=&r"(v.words[3])
+        : "r"(static_cast<uint32_t>(load)), "l"(__cvta_generic_to_global(p)), "r"(otherwise));
+    return v;
+  }
+
   static __device__ __forceinline__ Vec Filled(T value) {
     T elements[kSize];
 #pragma unroll
