@@ -61,10 +61,10 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/broadcast.h"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/launch.h"
 #include "core/dtype.h"
-#include "elementwise/broadcast.h"
 #include "elementwise/finish.h"
 #include "elementwise/operands.cuh"
 #include "elementwise/plan.h"

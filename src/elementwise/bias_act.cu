@@ -3,8 +3,8 @@
 // instead of x.
 //
 // The sum and the activation are computed in float32 (float64 for float64), without rounding in
-// between. elementwise/forward.cuh and elementwise/backward.cuh read and sum the arrays,
-// and elementwise/bias_relu.cuh writes the bits. The smooth activations are a run-time switch of
+// between. core/cuda/elements.cuh and elementwise/backward.cuh read and sum the arrays, and
+// elementwise/bias_relu.cuh writes the bits. The smooth activations are a run-time switch of
 // the same kernels: it is the same for all threads.
 //
 // Source: FasterTransformer, add_bias_act.
@@ -12,11 +12,11 @@
 
 #include <utility>
 
+#include "core/cuda/elements.cuh"
 #include "core/cuda/launch.h"
 #include "elementwise/activation.cuh"
 #include "elementwise/backward.cuh"
 #include "elementwise/bias_relu.cuh"
-#include "elementwise/forward.cuh"
 
 namespace jax_fastops::cuda {
 namespace {
@@ -29,8 +29,9 @@ using BiasRowsKinds = std::integer_sequence<int, KindsOf(kPlain, kColumn), Kinds
 template <Activation kActivation>
 struct BiasActOf {
   template <typename T>
-  static __device__ __forceinline__ ComputeType<T> Value(const ComputeType<T> (&x)[2]) {
-    return FormulaOf<kActivation, ActivationMath<T>>::Value(x[0] + x[1]);
+  static __device__ __forceinline__ void Apply(const ComputeType<T> (&x)[2],
+                                               ComputeType<T> (&y)[1]) {
+    y[0] = FormulaOf<kActivation, ActivationMath<T>>::Value(x[0] + x[1]);
   }
 
   template <typename T>
@@ -45,6 +46,9 @@ struct BiasAct {
   using Family = BiasActKernels;
   using BackwardKinds = BiasKinds;
   using RowsKinds = BiasRowsKinds;
+  static constexpr int kIn = 2, kOut = 1, kWords = 4;
+  static constexpr bool kOutHasStrides = false, kRagged = true;
+  using FlatSets = std::integer_sequence<int>;
   static constexpr int kOperands = 2;
   static constexpr int kGradients = 2;
   static constexpr bool kMayBeWide = true;
@@ -53,12 +57,6 @@ struct BiasAct {
   static constexpr bool kShortUnits = true;
 
   Activation activation;
-
-  // A bias of one element per unit is common in rows, as the bias of channels that come first.
-  static constexpr bool HasForward(ForwardKind kind, int ones, bool wide) {
-    if (kind == ForwardKind::kFlat) return ones == 0 && !wide;
-    return ones == 0 || (ones == 2 && !wide);
-  }
 
   template <typename Visit>
   __device__ __forceinline__ void Choose(const Visit& visit) const {
@@ -106,7 +104,7 @@ cudaError_t BiasActForward(const BroadcastShape& shape, DType dtype, Activation 
   if (activation == Activation::kRelu) {
     return BiasReluForward(shape, dtype, operands, out, mask, stream);
   }
-  return ElementwiseForward(BiasAct{activation}, shape, dtype, operands, out, stream);
+  return Elements(BiasAct{activation}, shape, dtype, operands, &out, stream);
 }
 
 cudaError_t BiasActBackward(const BroadcastShape& shape, DType dtype, Activation activation,

@@ -4,14 +4,11 @@
 
 #include <cstdint>
 
+#include "core/broadcast.h"
+
 namespace jax_fastops {
 
 inline constexpr int kMaxElementwiseOperands = 3;
-
-struct Operand {
-  const void* data = nullptr;
-  bool wide = false;  // has the accumulator type, not the element type
-};
 
 // The gradient of an operand: summed over the dimensions along which its stride is 0.
 struct Gradient {

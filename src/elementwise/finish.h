@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
+#include "core/broadcast.h"
 #include "core/dtype.h"
-#include "elementwise/broadcast.h"
 #include "elementwise/plan.h"
 
 namespace jax_fastops::cuda {

@@ -4,22 +4,24 @@
 //   dstart = dy * (1 - weight),  dend = dy * weight,  dweight = dy * (end - start),
 //
 // each summed over the dimensions along which its operand is broadcast. The kernels are in
-// elementwise/forward.cuh and elementwise/backward.cuh.
+// core/cuda/elements.cuh and elementwise/backward.cuh.
 //
 // Source: Paddle, lerp.
 #include "elementwise/lerp.h"
 
 #include <utility>
 
+#include "core/cuda/elements.cuh"
 #include "core/cuda/launch.h"
 #include "elementwise/backward.cuh"
-#include "elementwise/forward.cuh"
 
 namespace jax_fastops::cuda {
 namespace {
 
 struct Lerp {
   using Family = Lerp;
+  static constexpr int kIn = 3, kOut = 1, kWords = 4;
+  static constexpr bool kOutHasStrides = false, kRagged = true;
   static constexpr int kOperands = 3;
   static constexpr int kGradients = 3;
   static constexpr bool kMayBeWide = false;
@@ -27,11 +29,8 @@ struct Lerp {
   static constexpr bool kFirstIsFull = false;
   static constexpr bool kShortUnits = false;
 
-  // The sets and kinds that are common in models, and those of the benchmark.
-  static constexpr bool HasForward(ForwardKind kind, int ones, bool) {
-    if (kind == ForwardKind::kRows) return ones >= 0 && ones != 3 && ones != 6;
-    return ones == 0 || ones == 4 || (ones == kAnyOnes && kind == ForwardKind::kRagged);
-  }
+  // A weight for all elements is common.
+  using FlatSets = std::integer_sequence<int, 0, 4>;
 
   using BackwardKinds =
       std::integer_sequence<int, KindsOf(kPlain, kPlain, kPlain), KindsOf(kPlain, kPlain, kColumn),
@@ -51,15 +50,16 @@ struct Lerp {
   // selected, because adding 0 may turn -0 into +0. If the distance is not finite, the formula is
   // used as written above, and gives the same NaN.
   template <typename T>
-  static __device__ __forceinline__ ComputeType<T> Value(const ComputeType<T> (&x)[3]) {
+  static __device__ __forceinline__ void Apply(const ComputeType<T> (&x)[3],
+                                               ComputeType<T> (&y)[1]) {
     using C = ComputeType<T>;
     const C distance = x[1] - x[0], weight = x[2];
     // These values depend only on the weight. The compiler hoists them if one weight serves many.
     const bool from_start = weight < C(0.5);
     const C way = from_start ? weight : weight - C(1);
     const C near = from_start ? x[0] : x[1];
-    const C y = way == C(0) ? near : fma(way, distance, near);
-    return fabs(distance) < C(INFINITY) ? y : fma(weight, distance, x[0]);
+    const C value = way == C(0) ? near : fma(way, distance, near);
+    y[0] = fabs(distance) < C(INFINITY) ? value : fma(weight, distance, x[0]);
   }
 
   template <typename T>
@@ -85,7 +85,7 @@ cudaError_t LoadLerpKernels() {
 
 cudaError_t LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3],
                         void* out, cudaStream_t stream) {
-  return ElementwiseForward(Lerp(), shape, dtype, operands, out, stream);
+  return Elements(Lerp(), shape, dtype, operands, &out, stream);
 }
 
 cudaError_t LerpBackward(const BroadcastShape& shape, DType dtype, const void* dy,

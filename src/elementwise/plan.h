@@ -10,7 +10,7 @@
 
 #include <cstdint>
 
-#include "elementwise/broadcast.h"
+#include "core/broadcast.h"
 
 namespace jax_fastops::cuda {
 
@@ -68,11 +68,6 @@ BoxPlan PlanBoxes(const BroadcastShape& shape, const int* arrays, int sums,
 // The same, cached by shape. Thread-safe.
 BoxPlan CachedBoxes(const BroadcastShape& shape, const int* arrays, int sums,
                     const BoxLimits& limits);
-
-// The shape with rows in which every array has adjacent elements, or one element. If that does not
-// hold (a mask with one bit per byte; copies of an operand along a dimension of size 1), rows of
-// one element are appended. False if there is no room for another dimension.
-bool WithRows(const BroadcastShape& shape, BroadcastShape* with_rows);
 
 }  // namespace jax_fastops::cuda
 

@@ -175,17 +175,4 @@ BoxPlan CachedBoxes(const BroadcastShape& shape, const int* arrays, int sums,
   return plans[key] = PlanBoxes(shape, arrays, sums, limits);
 }
 
-bool WithRows(const BroadcastShape& shape, BroadcastShape* with_rows) {
-  *with_rows = shape;
-  bool steps = false;
-  for (int a = 0; a < shape.arrays; ++a) steps = steps || shape.InnerStride(a) > 1;
-  if (!steps) return true;
-  if (shape.rank == kMaxBroadcastRank) return false;
-  with_rows->size[with_rows->rank++] = 1;
-  for (int a = 0; a < shape.arrays; ++a) {
-    with_rows->stride[a][shape.rank] = shape.IsFull(a) ? 1 : 0;
-  }
-  return true;
-}
-
 }  // namespace jax_fastops::cuda

@@ -30,10 +30,10 @@
 #include <numeric>
 #include <utility>
 
+#include "core/broadcast.h"
 #include "core/cuda/launch.h"
 #include "core/cuda/unit.cuh"
 #include "core/integer.h"
-#include "elementwise/broadcast.h"
 #include "elementwise/elementwise.h"
 #include "elementwise/finish.h"
 #include "elementwise/operands.cuh"

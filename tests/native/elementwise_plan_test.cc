@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "core/broadcast.h"
 #include "core/integer.h"
-#include "elementwise/broadcast.cc"  // the test is compiled with plan*.cc only
 #include "elementwise/plan.h"
 #include "property.h"
 

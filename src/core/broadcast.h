@@ -6,8 +6,8 @@
 // (16, 3, 1024, 1024) with an operand (16, 1, 1, 1) becomes two dimensions.
 //
 // Source: CMU 10-414, strides of 0; Paddle, lerp, without its limit of six dimensions.
-#ifndef JAX_FASTOPS_ELEMENTWISE_BROADCAST_H_
-#define JAX_FASTOPS_ELEMENTWISE_BROADCAST_H_
+#ifndef JAX_FASTOPS_CORE_BROADCAST_H_
+#define JAX_FASTOPS_CORE_BROADCAST_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -37,6 +37,8 @@ struct BroadcastShape {
   // The stride along the innermost dimension: 0 or 1. It is larger if the innermost dimension of
   // the array was dropped (a mask with one bit per byte; copies along a dimension of 1).
   int64_t InnerStride(int array) const { return rank == 0 ? 0 : stride[array][rank - 1]; }
+  // Drops the most major dimension.
+  void DropMajor();
 };
 
 // The strides of an array before dimensions are dropped and merged.
@@ -64,6 +66,17 @@ inline bool Collapse(const std::vector<int64_t>& result,
   return Collapse(result, &one, 1, shape);
 }
 
+// The shape with rows in which every array has adjacent elements, or one element. If that does not
+// hold (a mask with one bit per byte; copies of an operand along a dimension of size 1), rows of
+// one element are appended. False if there is no room for another dimension.
+bool WithRows(const BroadcastShape& shape, BroadcastShape* with_rows);
+
+// An operand of an op over broadcast operands.
+struct Operand {
+  const void* data = nullptr;
+  bool wide = false;  // has the accumulator type, not the element type
+};
+
 }  // namespace jax_fastops
 
-#endif  // JAX_FASTOPS_ELEMENTWISE_BROADCAST_H_
+#endif  // JAX_FASTOPS_CORE_BROADCAST_H_
