@@ -3,7 +3,7 @@
 // instead of x.
 //
 // The sum and the activation are computed in float32 (float64 for float64), without rounding in
-// between. core/cuda/elements.cuh and elementwise/backward.cuh read and sum the arrays, and
+// between. core/cuda/elements.cuh and elementwise/sums.cuh read and sum the arrays, and
 // elementwise/bias_relu.cuh writes the bits. The smooth activations are a run-time switch of
 // the same kernels: it is the same for all threads.
 //
@@ -15,16 +15,18 @@
 #include "core/cuda/elements.cuh"
 #include "core/cuda/launch.h"
 #include "elementwise/activation.cuh"
-#include "elementwise/backward.cuh"
 #include "elementwise/bias_relu.cuh"
+#include "elementwise/sums.cuh"
 
 namespace jax_fastops::cuda {
 namespace {
 
-// x is full, and the bias any.
-using BiasKinds = std::integer_sequence<int, KindsOf(kPlain, kPlain), KindsOf(kPlain, kColumn),
-                                        KindsOf(kPlain, kRow)>;
-using BiasRowsKinds = std::integer_sequence<int, KindsOf(kPlain, kColumn), KindsOf(kPlain, kRow)>;
+// x is full, and the bias any. Rows are the most common.
+using BiasSets = std::integer_sequence<int, RowClasses(RowClass::kFull, RowClass::kRow),
+                                       RowClasses(RowClass::kFull, RowClass::kColumn),
+                                       RowClasses(RowClass::kFull, RowClass::kFull)>;
+using MaskSets = std::integer_sequence<int, RowClasses(RowClass::kFull, RowClass::kRow),
+                                       RowClasses(RowClass::kFull, RowClass::kColumn)>;
 
 template <Activation kActivation>
 struct BiasActOf {
@@ -44,8 +46,7 @@ struct BiasActOf {
 
 struct BiasAct {
   using Family = BiasActKernels;
-  using BackwardKinds = BiasKinds;
-  using RowsKinds = BiasRowsKinds;
+  using SumsSets = BiasSets;
   static constexpr int kIn = 2, kOut = 1, kWords = 4;
   static constexpr bool kOutHasStrides = false, kRagged = true;
   using FlatSets = std::integer_sequence<int>;
@@ -53,8 +54,7 @@ struct BiasAct {
   static constexpr int kGradients = 2;
   static constexpr bool kMayBeWide = true;
   static constexpr bool kBits = false;
-  static constexpr bool kFirstIsFull = true;
-  static constexpr bool kShortUnits = true;
+  static constexpr bool kMayBeStrided = false, kSymmetric = false;
 
   Activation activation;
 
@@ -68,14 +68,12 @@ struct BiasAct {
 
 struct SelectByMask {
   using Family = BiasActKernels;
-  using BackwardKinds = BiasKinds;
-  using RowsKinds = BiasRowsKinds;
+  using SumsSets = MaskSets;
   static constexpr int kOperands = 1;
   static constexpr int kGradients = 2;
   static constexpr bool kMayBeWide = false;
   static constexpr bool kBits = true;
-  static constexpr bool kFirstIsFull = true;
-  static constexpr bool kShortUnits = true;
+  static constexpr bool kMayBeStrided = false, kSymmetric = false;
 
   template <typename Visit>
   __device__ __forceinline__ void Choose(const Visit& visit) const {
@@ -112,15 +110,15 @@ cudaError_t BiasActBackward(const BroadcastShape& shape, DType dtype, Activation
                             SumWorkspace workspace, cudaStream_t stream) {
   // relu has BiasReluBackward, which takes a mask, and no x.
   if (activation == Activation::kRelu) return cudaErrorInvalidValue;
-  return ElementwiseBackward(BiasAct{activation}, shape, dtype, dy, operands, gradients, workspace,
-                             stream);
+  return BackwardWithSums(BiasAct{activation}, shape, dtype, dy, operands, gradients, workspace,
+                          stream);
 }
 
 cudaError_t BiasReluBackward(const BroadcastShape& shape, DType dtype, const void* dy,
                              const uint8_t* mask, const Gradient gradients[2],
                              SumWorkspace workspace, cudaStream_t stream) {
   const Operand bits[1] = {{mask, false}};
-  return ElementwiseBackward(SelectByMask(), shape, dtype, dy, bits, gradients, workspace, stream);
+  return BackwardWithSums(SelectByMask(), shape, dtype, dy, bits, gradients, workspace, stream);
 }
 
 }  // namespace jax_fastops::cuda

@@ -22,15 +22,9 @@ struct GradientSums {
 
   struct Terms {
     const A* parts;
-    const FinishSum& sum;
+    int64_t step;
 
-    __device__ __forceinline__ int64_t At(uint32_t term) const {
-      const uint32_t inner = static_cast<uint32_t>(sum.added[2]);
-      const uint32_t middle = static_cast<uint32_t>(sum.added[1]);
-      if (middle * inner == 1) return term * sum.step[0];
-      const uint32_t outer = term / inner;
-      return outer / middle * sum.step[0] + outer % middle * sum.step[1] + term % inner;
-    }
+    __device__ __forceinline__ int64_t At(uint32_t term) const { return term * step; }
     __device__ __forceinline__ void Load(int64_t at, A (&values)[1]) const {
       values[0] = parts[at];
     }
@@ -38,33 +32,33 @@ struct GradientSums {
 
   __device__ __forceinline__ Terms TermsOf(int64_t set, int64_t result) const {
     const FinishSum& of = sum[set];
-    const int64_t ab = result / of.kept[2], c = result - ab * of.kept[2];
-    const int64_t a = ab / of.kept[1], b = ab - a * of.kept[1];
-    return {static_cast<const A*>(of.parts) + a * of.step[0] + b * of.step[1] + c, of};
+    const int64_t outer = result / of.kept[2], column = result - outer * of.kept[2];
+    const int64_t plane = outer / of.kept[1], row = outer - plane * of.kept[1];
+    const int64_t first = plane * of.step[0] + row * of.step[1] + column * of.step[2];
+    return {static_cast<const A*>(of.parts) + first, of.term_step};
   }
 
   __device__ __forceinline__ void Write(int64_t set, int64_t result, const A (&sums)[1], int writer,
                                         int) const {
     if (writer != 0) return;
     const FinishSum& of = sum[set];
-    const int64_t ab = result / of.kept[2], a = ab / of.kept[1];
-    int64_t place = result - ab * of.kept[2];
-    const auto add_places = [&](int64_t rest, int rank, const int64_t* sizes,
-                                const int64_t* strides) {
-      for (int d = rank - 1; d >= 0; --d) {
-        const int64_t next = d > 0 ? rest / sizes[d] : 0;
-        place += (rest - next * sizes[d]) * strides[d];
+    const int64_t outer = result / of.kept[2], plane = outer / of.kept[1];
+    int64_t at = result - outer * of.kept[2];
+    const int64_t index[2] = {plane, outer - plane * of.kept[1]};
+    for (int i = 0; i < 2; ++i) {
+      int64_t rest = index[i];
+      for (int d = of.rank[i] - 1; d >= 0; --d) {
+        const int64_t next = d > 0 ? rest / of.size[i][d] : 0;
+        at += (rest - next * of.size[i][d]) * of.stride[i][d];
         rest = next;
       }
-    };
-    add_places(a, of.rank_a, of.size_a, of.stride_a);
-    add_places(ab - a * of.kept[1], of.rank_b, of.size_b, of.stride_b);
+    }
     if (of.wide || sizeof(A) == 8 || dtype == DType::kF32) {
-      static_cast<A*>(of.out)[place] = sums[0];
+      static_cast<A*>(of.out)[at] = sums[0];
     } else if (dtype == DType::kBF16) {
-      static_cast<__nv_bfloat16*>(of.out)[place] = FromCompute<__nv_bfloat16>(sums[0]);
+      static_cast<__nv_bfloat16*>(of.out)[at] = FromCompute<__nv_bfloat16>(sums[0]);
     } else {
-      static_cast<__half*>(of.out)[place] = FromCompute<__half>(sums[0]);
+      static_cast<__half*>(of.out)[at] = FromCompute<__half>(sums[0]);
     }
   }
 };
@@ -76,7 +70,7 @@ cudaError_t SumsToFinish::Launch(DType dtype, cudaStream_t stream) const {
     SumsShape shapes[kMaxSums];
     for (int s = 0; s < count_; ++s) {
       sums.sum[s] = sum_[s];
-      shapes[s] = {sum_[s].results(), sum_[s].terms()};
+      shapes[s] = {sum_[s].kept[0] * sum_[s].kept[1] * sum_[s].kept[2], sum_[s].terms};
     }
     sums.dtype = dtype;
     return FinishSums<FinishKernels>(sums, count_, shapes, stream);

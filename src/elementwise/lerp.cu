@@ -4,7 +4,7 @@
 //   dstart = dy * (1 - weight),  dend = dy * weight,  dweight = dy * (end - start),
 //
 // each summed over the dimensions along which its operand is broadcast. The kernels are in
-// core/cuda/elements.cuh and elementwise/backward.cuh.
+// core/cuda/elements.cuh and elementwise/sums.cuh.
 //
 // Source: Paddle, lerp.
 #include "elementwise/lerp.h"
@@ -13,7 +13,7 @@
 
 #include "core/cuda/elements.cuh"
 #include "core/cuda/launch.h"
-#include "elementwise/backward.cuh"
+#include "elementwise/sums.cuh"
 
 namespace jax_fastops::cuda {
 namespace {
@@ -26,20 +26,21 @@ struct Lerp {
   static constexpr int kGradients = 3;
   static constexpr bool kMayBeWide = false;
   static constexpr bool kBits = false;
-  static constexpr bool kFirstIsFull = false;
-  static constexpr bool kShortUnits = false;
+  static constexpr bool kMayBeStrided = true, kSymmetric = true;
 
   // A weight for all elements is common.
   using FlatSets = std::integer_sequence<int, 0, 4>;
 
-  using BackwardKinds =
-      std::integer_sequence<int, KindsOf(kPlain, kPlain, kPlain), KindsOf(kPlain, kPlain, kColumn),
-                            KindsOf(kPlain, kPlain, kRow), KindsOf(kColumn, kPlain, kRow),
-                            KindsOf(kRow, kPlain, kRow), KindsOf(kRow, kColumn, kPlain),
-                            KindsOf(kColumn, kColumn, kRow)>;
-  using RowsKinds =
-      std::integer_sequence<int, KindsOf(kPlain, kPlain, kColumn), KindsOf(kPlain, kPlain, kRow),
-                            KindsOf(kColumn, kPlain, kRow)>;
+  using SumsSets =
+      std::integer_sequence<int, RowClasses(RowClass::kFull, RowClass::kFull, RowClass::kFull),
+                            RowClasses(RowClass::kFull, RowClass::kFull, RowClass::kRow),
+                            RowClasses(RowClass::kFull, RowClass::kFull, RowClass::kColumn),
+                            RowClasses(RowClass::kRow, RowClass::kFull, RowClass::kColumn),
+                            RowClasses(RowClass::kColumn, RowClass::kFull, RowClass::kColumn),
+                            RowClasses(RowClass::kRow, RowClass::kColumn, RowClass::kFull)>;
+
+  bool swapped = false;  // the first operand is `end`
+  void Swap() { swapped = !swapped; }
 
   template <typename Visit>
   __device__ __forceinline__ void Choose(const Visit& visit) const {
@@ -63,11 +64,13 @@ struct Lerp {
   }
 
   template <typename T>
-  static __device__ __forceinline__ void Gradients(ComputeType<T> dy, const ComputeType<T> (&x)[3],
-                                                   ComputeType<T> (&g)[3]) {
-    g[0] = dy * (ComputeType<T>(1) - x[2]);
-    g[1] = dy * x[2];
-    g[2] = dy * (x[1] - x[0]);
+  __device__ __forceinline__ void Gradients(ComputeType<T> dy, const ComputeType<T> (&x)[3],
+                                            ComputeType<T> (&g)[3]) const {
+    using C = ComputeType<T>;
+    const C of_start = dy * (C(1) - x[2]), of_end = dy * x[2];
+    g[0] = swapped ? of_end : of_start;
+    g[1] = swapped ? of_start : of_end;
+    g[2] = dy * (swapped ? x[0] - x[1] : x[1] - x[0]);
   }
 
   static void Needed(const bool* wanted, bool* needed) {
@@ -91,7 +94,7 @@ cudaError_t LerpForward(const BroadcastShape& shape, DType dtype, const Operand 
 cudaError_t LerpBackward(const BroadcastShape& shape, DType dtype, const void* dy,
                          const Operand operands[3], const Gradient gradients[3],
                          SumWorkspace workspace, cudaStream_t stream) {
-  return ElementwiseBackward(Lerp(), shape, dtype, dy, operands, gradients, workspace, stream);
+  return BackwardWithSums(Lerp(), shape, dtype, dy, operands, gradients, workspace, stream);
 }
 
 }  // namespace jax_fastops::cuda

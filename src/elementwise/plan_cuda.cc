@@ -1,178 +1,207 @@
 #include "elementwise/plan.h"
 
 #include <algorithm>
-#include <mutex>
-#include <string>
-#include <unordered_map>
-#include <vector>
+#include <numeric>
 
 #include "core/integer.h"
 
 namespace jax_fastops::cuda {
 namespace {
 
-// 1, 2, 4, ... up to `most`, and `length` if it is not larger.
-std::vector<int> Sizes(int64_t length, int64_t most) {
-  std::vector<int> sizes;
-  for (int64_t size = 1; size < length && size <= most; size *= 2) {
-    sizes.push_back(static_cast<int>(size));
-  }
-  if (length <= most) sizes.push_back(static_cast<int>(length));
-  return sizes;
-}
+constexpr int64_t kMost = int64_t{1} << 31;  // of what 31 bits count
 
-// The cost of a plan, in elements that could be moved in the same time. The constants are rough.
-// kStart stands for a block's start and its table of offsets, and kFlush for the barriers of a sum
-// over the block.
-double Cost(const BoxPlan& plan, int64_t n, int sums, const BoxLimits& limits) {
-  constexpr double kStart = 6144, kFlush = 3072;
-  const int groups = kBoxThreads / plan.lanes / plan.ranges;
-  const double a = plan.groups_over_a ? CeilDiv(plan.box_a, groups) : plan.box_a;
-  const double b = plan.groups_over_a ? plan.box_b : CeilDiv(plan.box_b, groups);
-  double box = a * b * plan.range * kBoxThreads * limits.unit * limits.units + kStart;
-  double partial = 0;
-  for (int s = 0; s < sums; ++s) {
-    const SumPlan& sum = plan.sum[s];
-    if (!sum.keeps_b) box += kFlush * (sum.keeps_a && !plan.groups_over_a ? a : 1);
-    if (!sum.complete) partial += 2.0 * static_cast<double>(sum.parts());
-  }
-  // Short pieces of rows waste DRAM pages.
-  const double piece = static_cast<double>(
-      std::min<int64_t>(n, int64_t{plan.ranges} * plan.lanes * limits.unit * limits.units));
-  box *= 1 + 0.25 * std::max(0.0, 2048.0 / (piece * limits.element_bytes) - 1) / 3;
-  const double shared = kTableBytes + (8 << 10) + plan.slot_elements * limits.accumulator_bytes;
-  const double resident = limits.processors * std::min(2.0, std::max(1.0, 200e3 / shared));
-  const double blocks = static_cast<double>(plan.blocks());
-  const double rounds = blocks / resident;
-  const double whole = static_cast<double>(static_cast<int64_t>(rounds + 0.999999));
-  return std::min(whole, rounds + 0.5) * box * resident + partial;
+int OuterRank(const BroadcastShape& shape) { return std::max(shape.rank - 1, 0); }
+
+// Whether a pass with these planes can sum the gradient that is this array.
+bool Fits(const BroadcastShape& shape, int array, uint32_t planes) {
+  const uint32_t all = (1u << OuterRank(shape)) - 1, rows = all & ~planes;
+  const uint32_t kept = KeptDims(shape, array), of_planes = kept & planes, of_rows = kept & rows;
+  if (of_planes != 0 && of_planes != planes) return false;
+  return of_rows == 0 || (of_rows == rows && shape.InnerStride(array) == 0);
 }
 
 }  // namespace
 
-BoxPlan PlanBoxes(const BroadcastShape& shape, const int* arrays, int sums,
-                  const BoxLimits& limits) {
-  BoxPlan plan;
-  const int outer = std::max(shape.rank - 1, 0);
-  const int64_t n = shape.inner();
-  bool columns = false;
-  for (int s = 0; s < sums; ++s) {
-    plan.sum[s].keeps_inner = shape.InnerStride(arrays[s]) != 0;
-    columns = columns || plan.sum[s].keeps_inner;
+void DimSet::Add(int64_t its_size, const int64_t* strides, int arrays) {
+  length *= its_size;
+  bool merges = rank > 0;
+  for (int a = 0; merges && a < arrays; ++a) {
+    merges = stride[a][rank - 1] == strides[a] * its_size;
   }
-  // The kind of a dimension is the set of gradients that keep it. At most two kinds can share a
-  // pass.
-  int kind[kMaxBroadcastRank], kinds[2], count = 0;
-  for (int d = 0; d < outer; ++d) {
-    kind[d] = 0;
-    for (int s = 0; s < sums; ++s) kind[d] |= (shape.stride[arrays[s]][d] != 0) << s;
-    if (std::find(kinds, kinds + count, kind[d]) != kinds + count) continue;
-    if (count == 2) return plan;
-    kinds[count++] = kind[d];
+  const int at = merges ? rank - 1 : rank++;
+  size[at] = merges ? size[at] * its_size : its_size;
+  for (int a = 0; a < arrays; ++a) stride[a][at] = strides[a];
+}
+
+bool DimSet::IsFixed(int a) const {
+  return std::all_of(stride[a], stride[a] + rank, [](int64_t step) { return step == 0; });
+}
+
+RowClass RowsSplit::ClassOf(int array) const {
+  if (full[array]) return RowClass::kFull;
+  if (inner_stride[array] == 0) return RowClass::kColumn;
+  return rows.IsFixed(1 + array) ? RowClass::kRow : RowClass::kStrided;
+}
+
+RowsSplit SplitRows(const BroadcastShape& shape, uint32_t planes, int64_t flat_row) {
+  RowsSplit split;
+  split.arrays = shape.arrays;
+  for (int a = 0; a < shape.arrays; ++a) {
+    split.full[a] = shape.IsFull(a);
+    split.inner_stride[a] = split.full[a] ? 1 : shape.InnerStride(a);
   }
+  int64_t strides[1 + kMaxBroadcastArrays];
+  if (shape.rank <= 1) {
+    const int64_t elements = shape.elements(), rows = CeilDiv(elements, flat_row);
+    split.n = flat_row;
+    split.last_n = elements - (rows - 1) * flat_row;
+    strides[0] = flat_row;
+    for (int a = 0; a < shape.arrays; ++a) strides[1 + a] = flat_row * shape.InnerStride(a);
+    split.rows.Add(rows, strides, 1 + shape.arrays);
+    return split;
+  }
+  split.n = split.last_n = shape.inner();
+  int64_t dense[kMaxBroadcastRank], step = 1;
+  for (int d = shape.rank - 1; d >= 0; --d) {
+    dense[d] = step;
+    step *= shape.size[d];
+  }
+  for (int d = 0; d < shape.rank - 1; ++d) {
+    strides[0] = dense[d];
+    for (int a = 0; a < shape.arrays; ++a) strides[1 + a] = shape.stride[a][d];
+    (planes >> d & 1 ? split.planes : split.rows).Add(shape.size[d], strides, 1 + shape.arrays);
+  }
+  return split;
+}
 
-  const int64_t lane_elements = int64_t{limits.unit} * limits.units;
-  while (plan.lanes > 1 && plan.lanes / 2 * lane_elements >= n) plan.lanes /= 2;
-  const int64_t chunk = plan.lanes * lane_elements;
-  const int64_t chunks = CeilDiv(n, chunk);
-  const int groups = kBoxThreads / plan.lanes;
-  const int64_t table = kTableBytes / (8 * limits.table_columns);
+uint32_t KeptDims(const BroadcastShape& shape, int array) {
+  uint32_t kept = 0;
+  for (int d = 0; d < OuterRank(shape); ++d) kept |= (shape.stride[array][d] != 0) << d;
+  return kept;
+}
 
-  BoxPlan best = plan;
-  double least = 0;
-  for (int first = 0; first < std::max(count, 1); ++first) {
-    // With only one kind of dimensions, A is empty.
-    BoxPlan p = plan;
-    const int kind_b = count == 0 ? 0 : kinds[first];
-    for (int d = 0; d < outer; ++d) {
-      const bool in_b = kind[d] == kind_b;
-      (in_b ? p.dims_b[p.rank_b++] : p.dims_a[p.rank_a++]) = d;
-      (in_b ? p.length_b : p.length_a) *= shape.size[d];
+uint32_t ChoosePlanes(const BroadcastShape& shape, const int* arrays, int count, bool alone,
+                      uint32_t* chosen) {
+  uint32_t best = 0;
+  int most = 0;
+  *chosen = 0;
+  for (int candidate = -1; candidate < (alone ? std::min(count, 1) : count); ++candidate) {
+    const uint32_t planes = candidate < 0 ? 0 : KeptDims(shape, arrays[candidate]);
+    uint32_t taken = 0;
+    int number = 0;
+    for (int i = 0; i < (alone ? std::min(count, 1) : count); ++i) {
+      if (!Fits(shape, arrays[i], planes)) continue;
+      taken |= 1u << i;
+      ++number;
     }
-    int registers = 0;
-    bool slots = false;
-    for (int s = 0; s < sums; ++s) {
-      SumPlan& sum = p.sum[s];
-      sum.keeps_a = p.rank_a == 0 || (kinds[1 - first] >> s & 1);
-      sum.keeps_b = p.rank_b == 0 || (kind_b >> s & 1);
-      if (sum.keeps_a && sum.keeps_b && sum.keeps_inner) return plan;  // not a sum
-      slots = slots || sum.in_slots();
-      registers += sum.keeps_inner && !sum.in_slots();
-    }
-    if (registers > kMaxColumnSums) continue;
-    for (const int ranges : Sizes(groups, groups)) {
-      if (groups % ranges != 0) continue;
-      for (const int range : Sizes(chunks, columns ? 1 : limits.most_range)) {
-        if (ranges > 1 && int64_t{ranges} * range >= 2 * chunks) continue;
-        for (const int box_b : Sizes(p.length_b, table - 1)) {
-          for (const int box_a : Sizes(p.length_a, std::min<int64_t>(table - box_b, 256))) {
-            p.ranges = ranges;
-            p.range = range;
-            p.boxes_inner = CeilDiv(chunks, int64_t{range} * ranges);
-            p.box_a = box_a;
-            p.box_b = box_b;
-            p.boxes_a = CeilDiv(p.length_a, box_a);
-            p.boxes_b = CeilDiv(p.length_b, box_b);
-            if (p.blocks() >= (int64_t{1} << 31)) continue;
-            for (const bool over_a : {false, true}) {
-              if (over_a && (slots || box_a < 2)) continue;
-              p.groups_over_a = over_a;
-              p.slot_elements = 0;
-              int64_t partial = 0;
-              for (int s = 0; s < sums; ++s) {
-                SumPlan& sum = p.sum[s];
-                const bool by_group = sum.keeps_b || (over_a && sum.keeps_a);
-                sum.parts_a = sum.keeps_a ? p.length_a : p.boxes_a;
-                sum.parts_b = sum.keeps_b ? p.length_b : p.boxes_b;
-                sum.parts_inner = sum.keeps_inner ? n : p.boxes_inner * (by_group ? ranges : 1);
-                sum.complete = (sum.keeps_a || p.boxes_a == 1) && (sum.keeps_b || p.boxes_b == 1) &&
-                               (sum.keeps_inner || sum.parts_inner == 1);
-                if (!sum.complete) partial += sum.parts();
-                if (sum.in_slots()) {
-                  p.slot_elements +=
-                      ranges * box_b * (sum.keeps_inner ? static_cast<int>(chunk) : 4);
-                }
-              }
-              if (partial > limits.workspace ||
-                  int64_t{p.slot_elements} * limits.accumulator_bytes > limits.slot_bytes)
-                continue;
-              const double cost = Cost(p, n, sums, limits);
-              if (best.valid && cost >= least) continue;
-              best = p;
-              best.valid = true;
-              least = cost;
-            }
-          }
-        }
-      }
-    }
+    if (number <= most) continue;
+    most = number;
+    best = planes;
+    *chosen = taken;
   }
   return best;
 }
 
-BoxPlan CachedBoxes(const BroadcastShape& shape, const int* arrays, int sums,
-                    const BoxLimits& limits) {
-  static std::mutex mutex;
-  static std::unordered_map<std::string, BoxPlan> plans;
-  std::string key;
-  const auto add = [&key](const int64_t* data, int count) {
-    key.append(reinterpret_cast<const char*>(data), sizeof(int64_t) * count);
-  };
-  add(shape.size, shape.rank);
-  for (int s = 0; s < sums; ++s) add(shape.stride[arrays[s]], shape.rank);
-  const int64_t rest[] = {shape.rank,           sums,
-                          limits.unit,          limits.units,
-                          limits.most_range,    limits.table_columns,
-                          limits.element_bytes, limits.accumulator_bytes,
-                          limits.slot_bytes,    limits.workspace,
-                          limits.processors};
-  add(rest, sizeof(rest) / sizeof(rest[0]));
-  std::lock_guard<std::mutex> lock(mutex);
-  const auto found = plans.find(key);
-  if (found != plans.end()) return found->second;
-  // A program has few shapes. The limit protects against one that makes new shapes forever.
-  if (plans.size() >= 1024) plans.clear();
-  return plans[key] = PlanBoxes(shape, arrays, sums, limits);
+int64_t SumLayout::Partial(const RowsSplit& split) const {
+  const int64_t results = its_class == RowClass::kRow ? split.n : per_row ? split.rows.length : 1;
+  return direct ? 0 : split.planes.length * parts * results;
+}
+
+FinishSum FinishOf(const RowsSplit& split, const SumLayout& layout) {
+  FinishSum sum = {};
+  const int64_t planes = split.planes.length, rows = split.rows.length;
+  const bool is_row = layout.its_class == RowClass::kRow;
+  sum.kept[0] = layout.keeps_planes ? planes : 1;
+  sum.kept[1] = layout.per_row ? rows : 1;
+  sum.kept[2] = is_row ? split.n : 1;
+  // The layouts of SumLayout. Planes that are added are terms too, next to the parts.
+  sum.terms = layout.parts * (layout.keeps_planes ? 1 : planes);
+  sum.step[0] = is_row ? layout.parts * split.n : layout.per_row ? rows : layout.parts;
+  sum.step[1] = sum.step[2] = 1;
+  sum.term_step = is_row            ? split.n
+                  : !layout.per_row ? 1
+                                    : rows * (layout.keeps_planes ? planes : 1);
+  const DimSet* const sets[2] = {&split.planes, &split.rows};
+  const bool kept[2] = {layout.keeps_planes, layout.per_row};
+  for (int i = 0; i < 2; ++i) {
+    sum.rank[i] = kept[i] ? sets[i]->rank : 0;
+    for (int d = 0; d < sum.rank[i]; ++d) {
+      sum.size[i][d] = sets[i]->size[d];
+      sum.stride[i][d] = sets[i]->stride[1 + layout.array][d];
+    }
+  }
+  return sum;
+}
+
+PassPlan PlanPass(const RowsSplit& split, SumLayout* sums, int count, const PassLimits& limits) {
+  PassPlan plan;
+  const int64_t unit = limits.unit, rows = split.rows.length;
+  plan.planes = split.planes.length;
+  if (rows >= kMost || plan.planes >= kMost || split.n < unit) return plan;
+
+  // ---- how rows lie in words
+  // The first elements of all rows are a multiple of `gap` elements after a word begins.
+  int64_t gap = unit;
+  for (const DimSet* set : {&split.planes, &split.rows}) {
+    for (int d = 0; d < set->rank; ++d) gap = std::gcd(gap, set->stride[0][d]);
+  }
+  if (split.rows.rank > 0) {
+    plan.period = unit / std::gcd(unit, split.rows.stride[0][split.rows.rank - 1]);
+  }
+  // Else a class is not every period-th row.
+  if (gap != unit && split.rows.rank > 1) return plan;
+  plan.classes = std::min(plan.period, rows);
+  // A row that begins or ends within a word has one more word.
+  const int64_t words = CeilDiv(split.n + unit - gap, unit);
+  int64_t lanes = 2;
+  if (words <= 32) {
+    while (lanes < words) lanes *= 2;
+  } else {
+    const int64_t warps = CeilDiv(words, 32);
+    plan.strips = CeilDiv(warps, kSumsThreads / 32);
+    lanes = CeilDiv(warps, plan.strips) * 32;
+  }
+
+  // ---- how blocks share rows
+  const int64_t of_class = CeilDiv(rows, plan.period);
+  int64_t side_by_side = kSumsThreads / lanes;
+  // No lanes without work, but whole warps.
+  while (side_by_side % 2 == 0 && side_by_side / 2 * lanes >= 32 &&
+         side_by_side / 2 * limits.rows_in_flight >= of_class) {
+    side_by_side /= 2;
+  }
+  plan.lanes = static_cast<int>(lanes);
+  plan.threads = static_cast<int>(lanes * side_by_side);
+  const int64_t trips = CeilDiv(of_class, side_by_side * limits.rows_in_flight);
+  const int64_t at_once =
+      int64_t{limits.processors} * (limits.blocks_of_processor * kSumsThreads / plan.threads);
+  const int64_t fixed = plan.classes * plan.strips * plan.planes;
+  plan.boxes = std::max<int64_t>(1, std::min(trips, at_once / fixed));
+  plan.boxes = CeilDiv(trips, CeilDiv(trips, plan.boxes));  // no box without work
+
+  // ---- partial sums
+  const int64_t sub = lanes < 32 ? 1 : plan.strips * lanes / 32;
+  for (;; plan.boxes = CeilDiv(plan.boxes, 2)) {
+    int64_t used = 0;
+    for (int i = 0; i < count; ++i) {
+      SumLayout& sum = sums[i];
+      const int a = 1 + sum.array;
+      sum.its_class = split.ClassOf(sum.array);
+      sum.per_row = sum.its_class == RowClass::kColumn && !split.rows.IsFixed(a);
+      sum.keeps_planes = plan.planes == 1 || !split.planes.IsFixed(a);
+      sum.parts = sum.its_class == RowClass::kRow ? plan.classes * plan.boxes
+                  : sum.per_row                   ? sub
+                                                  : plan.blocks_of_plane();
+      sum.direct = sum.parts == 1 && sum.keeps_planes;
+      const int64_t partial = sum.Partial(split);
+      if (unit > 1 && partial >= kMost) return plan;  // offsets of 32 bits
+      used += partial;
+    }
+    if (used <= limits.workspace) break;
+    if (plan.boxes == 1) return plan;
+  }
+  plan.valid = plan.blocks() < kMost;
+  return plan;
 }
 
 }  // namespace jax_fastops::cuda
