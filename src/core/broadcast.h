@@ -18,6 +18,7 @@ namespace jax_fastops {
 
 inline constexpr int kMaxBroadcastRank = 16;
 inline constexpr int kMaxBroadcastArrays = 8;
+inline constexpr int kMaxGradients = 3;  // that a backward sums
 
 struct BroadcastShape {
   int rank = 0;
@@ -75,6 +76,19 @@ bool WithRows(const BroadcastShape& shape, BroadcastShape* with_rows);
 struct Operand {
   const void* data = nullptr;
   bool wide = false;  // has the accumulator type, not the element type
+};
+
+// The gradient of an operand: summed over the dimensions along which its stride is 0.
+struct Gradient {
+  void* data = nullptr;  // null: not requested
+  bool wide = false;     // has the accumulator type, not the element type
+};
+
+// Memory for partial sums, in elements of the accumulator type. None is needed if every requested
+// gradient has the shape of the result. With more memory, more blocks can work on one sum.
+struct SumWorkspace {
+  void* data = nullptr;
+  int64_t size = 0;
 };
 
 }  // namespace jax_fastops

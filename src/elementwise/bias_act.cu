@@ -3,7 +3,7 @@
 // instead of x.
 //
 // The sum and the activation are computed in float32 (float64 for float64), without rounding in
-// between. core/cuda/elements.cuh and elementwise/sums.cuh read and sum the arrays, and
+// between. core/cuda/elements.cuh and core/cuda/elements_sums.cuh read and sum the arrays, and
 // elementwise/bias_relu.cuh writes the bits. The smooth activations are a run-time switch of
 // the same kernels: it is the same for all threads.
 //
@@ -13,10 +13,10 @@
 #include <utility>
 
 #include "core/cuda/elements.cuh"
+#include "core/cuda/elements_sums.cuh"
 #include "core/cuda/launch.h"
 #include "elementwise/activation.cuh"
 #include "elementwise/bias_relu.cuh"
-#include "elementwise/sums.cuh"
 
 namespace jax_fastops::cuda {
 namespace {
@@ -93,7 +93,7 @@ struct SelectByMask {
 
 cudaError_t LoadBiasActKernels() {
   const cudaError_t error = LoadKernels<BiasActKernels>();
-  return error == cudaSuccess ? LoadKernels<FinishKernels>() : error;
+  return error == cudaSuccess ? LoadKernels<GradientSumsKernels>() : error;
 }
 
 cudaError_t BiasActForward(const BroadcastShape& shape, DType dtype, Activation activation,

@@ -9,7 +9,6 @@
 #include "core/backend.h"
 #include "core/broadcast.h"
 #include "core/dtype.h"
-#include "elementwise/elementwise.h"
 
 namespace jax_fastops {
 

@@ -34,7 +34,6 @@
 #include "core/cuda/unit.cuh"
 #include "core/dtype.h"
 #include "core/integer.h"
-#include "elementwise/elementwise.h"
 
 namespace jax_fastops::cuda {
 

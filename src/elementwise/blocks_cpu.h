@@ -8,7 +8,6 @@
 #include "core/cpu/parallel.h"
 #include "core/dtype.h"
 #include "elementwise/blocks_simd.h"
-#include "elementwise/elementwise.h"
 
 namespace jax_fastops::cpu {
 

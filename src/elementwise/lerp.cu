@@ -4,7 +4,7 @@
 //   dstart = dy * (1 - weight),  dend = dy * weight,  dweight = dy * (end - start),
 //
 // each summed over the dimensions along which its operand is broadcast. The kernels are in
-// core/cuda/elements.cuh and elementwise/sums.cuh.
+// core/cuda/elements.cuh and core/cuda/elements_sums.cuh.
 //
 // Source: Paddle, lerp.
 #include "elementwise/lerp.h"
@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "core/cuda/elements.cuh"
+#include "core/cuda/elements_sums.cuh"
 #include "core/cuda/launch.h"
-#include "elementwise/sums.cuh"
 
 namespace jax_fastops::cuda {
 namespace {
@@ -83,7 +83,7 @@ struct Lerp {
 
 cudaError_t LoadLerpKernels() {
   const cudaError_t error = LoadKernels<Lerp>();
-  return error == cudaSuccess ? LoadKernels<FinishKernels>() : error;
+  return error == cudaSuccess ? LoadKernels<GradientSumsKernels>() : error;
 }
 
 cudaError_t LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3],

@@ -5,7 +5,6 @@
 #include "core/backend.h"
 #include "core/broadcast.h"
 #include "core/dtype.h"
-#include "elementwise/elementwise.h"
 
 namespace jax_fastops::FASTOPS_BACKEND {
 

@@ -1,5 +1,5 @@
 // Property test of the plan of an element-wise backward with sums. It does on the host what the
-// kernel does with indices (elementwise/sums.cuh): every element is taken once, every sum is
+// kernel does with indices (core/cuda/elements_sums.cuh): every element is taken once, every sum is
 // written by one block, and the second kernel finds the partial sums.
 #include <algorithm>
 #include <map>
@@ -8,7 +8,7 @@
 
 #include "core/broadcast.h"
 #include "core/integer.h"
-#include "elementwise/plan.h"
+#include "core/plan_elements.h"
 #include "property.h"
 
 using namespace jax_fastops;
@@ -159,7 +159,7 @@ void Check(Random& random, const BroadcastShape& shape, int gradients, bool emul
   const int unit = 1 << 2 * random.Below(2) << random.Below(2);  // 1, 2, 4, 8
   const int in_flight = random.Coin() ? 4 : 6;
   const int processors = static_cast<int>(random.Below(160)) + 1;
-  int arrays[kMaxSums], left = 0;
+  int arrays[kMaxGradients], left = 0;
   for (int g = 0; g < gradients; ++g) {
     if (!shape.IsFull(g)) arrays[left++] = g;
   }
@@ -168,7 +168,7 @@ void Check(Random& random, const BroadcastShape& shape, int gradients, bool emul
     uint32_t chosen;
     const uint32_t planes = ChoosePlanes(shape, arrays, left, alone, &chosen);
     CHECK(chosen != 0 && (!alone || chosen == 1), "%s", name);
-    SumLayout layouts[kMaxSums];
+    SumLayout layouts[kMaxGradients];
     int count = 0, kept = 0;
     for (int i = 0; i < left; ++i) {
       if (chosen >> i & 1) {
@@ -206,7 +206,7 @@ void Check(Random& random, const BroadcastShape& shape, int gradients, bool emul
     CHECK(used <= limits.workspace, "%s", name);
     if (!emulate) continue;
     std::vector<int> taken(shape.elements() + 16);
-    Sums sums[kMaxSums];
+    Sums sums[kMaxGradients];
     Emulate(split, plan, layouts, count, limits.unit, in_flight, &taken, sums, name);
     for (int64_t e = 0; e < shape.elements(); ++e) CHECK(taken[e] == 1, "%s: %d", name, taken[e]);
     for (int s = 0; s < count; ++s) {
@@ -231,7 +231,7 @@ void Check(Random& random, const BroadcastShape& shape, int gradients, bool emul
 int main() {
   Random random(1);
   for (int i = 0; i < kShapes; ++i) {
-    const int gradients = 1 + static_cast<int>(random.Below(kMaxSums));
+    const int gradients = 1 + static_cast<int>(random.Below(kMaxGradients));
     const bool emulate = i % 20 == 0;
     const BroadcastShape shape = RandomShape(random, gradients, emulate ? 12 : 36);
     Check(random, shape, gradients, emulate);

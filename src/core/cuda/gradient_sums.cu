@@ -2,7 +2,7 @@
 //
 // A 64-bit division takes about a hundred instructions, but few if both numbers have 32 bits: the
 // compiler adds that test to each.
-#include "elementwise/finish.h"
+#include "core/cuda/gradient_sums.h"
 
 #include "core/cuda/partial_sums.cuh"
 #include "core/cuda/unit.cuh"
@@ -15,9 +15,9 @@ template <typename A>
 struct GradientSums {
   using Value = A;
   static constexpr int kValues = 1;
-  static constexpr int kPlans = kMaxSums;
+  static constexpr int kPlans = kMaxGradients;
 
-  FinishSum sum[kMaxSums];
+  FinishSum sum[kMaxGradients];
   DType dtype;  // of gradients that are not wide
 
   struct Terms {
@@ -67,13 +67,13 @@ struct GradientSums {
 
 cudaError_t SumsToFinish::Launch(DType dtype, cudaStream_t stream) const {
   const auto launch = [&]<typename A>(GradientSums<A> sums) {
-    SumsShape shapes[kMaxSums];
+    SumsShape shapes[kMaxGradients];
     for (int s = 0; s < count_; ++s) {
       sums.sum[s] = sum_[s];
       shapes[s] = {sum_[s].kept[0] * sum_[s].kept[1] * sum_[s].kept[2], sum_[s].terms};
     }
     sums.dtype = dtype;
-    return FinishSums<FinishKernels>(sums, count_, shapes, stream);
+    return FinishSums<GradientSumsKernels>(sums, count_, shapes, stream);
   };
   return dtype == DType::kF64 ? launch(GradientSums<double>{}) : launch(GradientSums<float>{});
 }

@@ -1,15 +1,15 @@
 // The second pass of an element-wise backward: adds up the partial sums of a gradient.
-#ifndef JAX_FASTOPS_ELEMENTWISE_FINISH_H_
-#define JAX_FASTOPS_ELEMENTWISE_FINISH_H_
+#ifndef JAX_FASTOPS_CORE_CUDA_GRADIENT_SUMS_H_
+#define JAX_FASTOPS_CORE_CUDA_GRADIENT_SUMS_H_
 
 #include <cuda_runtime_api.h>
 
 #include "core/dtype.h"
-#include "elementwise/plan.h"
+#include "core/plan_elements.h"
 
 namespace jax_fastops::cuda {
 
-struct FinishKernels;  // the family of KernelOf
+struct GradientSumsKernels;  // the family of KernelOf
 
 // The sums of one pass that the second kernel finishes.
 class SumsToFinish {
@@ -20,10 +20,10 @@ class SumsToFinish {
   cudaError_t Launch(DType dtype, cudaStream_t stream) const;
 
  private:
-  FinishSum sum_[kMaxSums] = {};
+  FinishSum sum_[kMaxGradients] = {};
   int count_ = 0;
 };
 
 }  // namespace jax_fastops::cuda
 
-#endif  // JAX_FASTOPS_ELEMENTWISE_FINISH_H_
+#endif  // JAX_FASTOPS_CORE_CUDA_GRADIENT_SUMS_H_

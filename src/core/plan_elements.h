@@ -1,5 +1,5 @@
-// The plan of an element-wise backward with sums (elementwise/sums.cuh): which gradients a pass
-// sums, and what its blocks take. The host computes it for each call.
+// The plan of an element-wise backward with sums (core/cuda/elements_sums.cuh): which gradients a
+// pass sums, and what its blocks take. The host computes it for each call.
 //
 // The dimensions but the innermost one are sorted into two sets: planes, and the rows of a plane.
 // Every gradient that a pass sums keeps all dimensions of a set or none. So it is one of three:
@@ -10,8 +10,8 @@
 //
 // Gradients that do not fit the sets of the first one (operands that are broadcast crosswise) take
 // a pass of their own.
-#ifndef JAX_FASTOPS_ELEMENTWISE_PLAN_H_
-#define JAX_FASTOPS_ELEMENTWISE_PLAN_H_
+#ifndef JAX_FASTOPS_CORE_PLAN_ELEMENTS_H_
+#define JAX_FASTOPS_CORE_PLAN_ELEMENTS_H_
 
 #include <cstdint>
 
@@ -19,7 +19,6 @@
 
 namespace jax_fastops::cuda {
 
-inline constexpr int kMaxSums = 3;
 inline constexpr int kSumsThreads = 256;  // of a block, at most
 
 // Some of the dimensions of a shape, major to minor.
@@ -124,4 +123,4 @@ PassPlan PlanPass(const RowsSplit& split, SumLayout* sums, int count, const Pass
 
 }  // namespace jax_fastops::cuda
 
-#endif  // JAX_FASTOPS_ELEMENTWISE_PLAN_H_
+#endif  // JAX_FASTOPS_CORE_PLAN_ELEMENTS_H_

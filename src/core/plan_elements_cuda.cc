@@ -1,4 +1,4 @@
-#include "elementwise/plan.h"
+#include "core/plan_elements.h"
 
 #include <algorithm>
 #include <numeric>

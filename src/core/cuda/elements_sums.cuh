@@ -25,7 +25,7 @@
 //     static void Needed(const bool* wanted, bool* needed);
 //   };
 //
-// A pass takes planes of rows (elementwise/plan.h). It is bound by memory, so every array is read
+// A pass takes planes of rows (core/plan_elements.h). It is bound by memory, so every array is read
 // once, and sums stay in registers as long as possible.
 //
 // The first elements of rows lie anywhere in a word of 16 bytes. Rows with the same position form a
@@ -41,7 +41,7 @@
 // A row is processed by a power of two of lanes, or by some whole warps, with about 4 rows in
 // flight. Long rows are cut into strips. Classes vary fastest in the grid, and rows interleave, so
 // that all blocks read nearby memory at a time. Sums that a block cannot finish become partial sums
-// for the second kernel (elementwise/finish.cu). Without atomics, two runs are bitwise equal.
+// for the second kernel (core/cuda/gradient_sums.cu). Without atomics, two runs are bitwise equal.
 //
 // One kernel per functor and element type looks all classes up at run time and accesses single
 // elements with 64-bit offsets: for addresses that are not aligned, rows shorter than a word,
@@ -49,8 +49,8 @@
 //
 // Long because its parts share the registers of one loop. A version in functions, with fewer
 // variants, was 1.3 to 2.8 times slower (docs/dev/log/elementwise.md).
-#ifndef JAX_FASTOPS_ELEMENTWISE_SUMS_CUH_
-#define JAX_FASTOPS_ELEMENTWISE_SUMS_CUH_
+#ifndef JAX_FASTOPS_CORE_CUDA_ELEMENTS_SUMS_CUH_
+#define JAX_FASTOPS_CORE_CUDA_ELEMENTS_SUMS_CUH_
 
 #include <cuda_runtime_api.h>
 
@@ -62,12 +62,11 @@
 #include "core/broadcast.h"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
+#include "core/cuda/gradient_sums.h"
 #include "core/cuda/launch.h"
 #include "core/cuda/vec.cuh"
 #include "core/fast_divide.h"
-#include "elementwise/elementwise.h"
-#include "elementwise/finish.h"
-#include "elementwise/plan.h"
+#include "core/plan_elements.h"
 
 namespace jax_fastops::cuda {
 
@@ -819,4 +818,4 @@ cudaError_t BackwardWithSums(const F& f, const BroadcastShape& given, DType dtyp
 
 }  // namespace jax_fastops::cuda
 
-#endif  // JAX_FASTOPS_ELEMENTWISE_SUMS_CUH_
+#endif  // JAX_FASTOPS_CORE_CUDA_ELEMENTS_SUMS_CUH_
