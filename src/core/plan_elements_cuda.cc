@@ -8,6 +8,7 @@
 namespace jax_fastops::cuda {
 namespace {
 
+constexpr int64_t kTripsOfKernel = 4;
 constexpr int64_t kMost = int64_t{1} << 31;  // of what 31 bits count
 
 int OuterRank(const BroadcastShape& shape) { return std::max(shape.rank - 1, 0); }
@@ -166,8 +167,7 @@ PassPlan PlanPass(const RowsSplit& split, SumLayout* sums, int count, const Pass
   const int64_t of_class = CeilDiv(rows, plan.period);
   int64_t side_by_side = kSumsThreads / lanes;
   // No lanes without work, but whole warps.
-  while (side_by_side % 2 == 0 && side_by_side / 2 * lanes >= 32 &&
-         side_by_side / 2 * limits.rows_in_flight >= of_class) {
+  while (side_by_side % 2 == 0 && side_by_side / 2 * lanes >= 32 && side_by_side / 2 >= of_class) {
     side_by_side /= 2;
   }
   plan.lanes = static_cast<int>(lanes);
@@ -178,6 +178,8 @@ PassPlan PlanPass(const RowsSplit& split, SumLayout* sums, int count, const Pass
   const int64_t fixed = plan.classes * plan.strips * plan.planes;
   plan.boxes = std::max<int64_t>(1, std::min(trips, at_once / fixed));
   plan.boxes = CeilDiv(trips, CeilDiv(trips, plan.boxes));  // no box without work
+  // A second kernel takes as long as several trips.
+  if (trips <= kTripsOfKernel && plan.classes * plan.strips == 1) plan.boxes = 1;
 
   // ---- partial sums
   const int64_t sub = lanes < 32 ? 1 : plan.strips * lanes / 32;

@@ -48,8 +48,10 @@ struct BiasAct {
   using Family = BiasActKernels;
   using SumsSets = BiasSets;
   static constexpr int kIn = 2, kOut = 1, kWords = 4;
-  static constexpr bool kOutHasStrides = false, kRagged = true;
+  // The bias has an element per position in a row, or one per row.
   using FlatSets = std::integer_sequence<int>;
+  using RowSets = std::integer_sequence<int, 0, 2>;
+  using RaggedSets = std::integer_sequence<int, 0, 2>;
   static constexpr int kOperands = 2;
   static constexpr int kGradients = 2;
   static constexpr bool kMayBeWide = true;
@@ -102,7 +104,7 @@ cudaError_t BiasActForward(const BroadcastShape& shape, DType dtype, Activation 
   if (activation == Activation::kRelu) {
     return BiasReluForward(shape, dtype, operands, out, mask, stream);
   }
-  return Elements(BiasAct{activation}, shape, dtype, operands, &out, stream);
+  return Elements(BiasAct{activation}, shape, dtype, operands, out, stream);
 }
 
 cudaError_t BiasActBackward(const BroadcastShape& shape, DType dtype, Activation activation,

@@ -1,12 +1,10 @@
 // gated_act: y = act(gate) * up, and the gradients dgate = dy * up * act'(gate), dup = dy *
-// act(gate), on the loop of core/cuda/elements.cuh.
+// act(gate), on the loop of core/cuda/flat_elements.cuh.
 //
 // A pure element-wise pass, bound by memory. Two operands are one long row. The halves of one array
 // are rows of n elements, 2 n apart. The activation is a run-time switch: it is the same for all
 // threads, and costs nothing next to the memory accesses.
-#include <utility>
-
-#include "core/cuda/elements.cuh"
+#include "core/cuda/flat_elements.cuh"
 #include "core/cuda/launch.h"
 #include "elementwise/activation.cuh"
 #include "elementwise/bias_act.h"
@@ -37,8 +35,8 @@ template <bool kBackward>
 struct GatedAct {
   using Family = GatedActKernels;
   static constexpr int kIn = kBackward ? 3 : 2, kOut = kBackward ? 2 : 1, kWords = 2;
-  static constexpr bool kMayBeWide = false, kOutHasStrides = kBackward, kRagged = false;
-  using FlatSets = std::integer_sequence<int, 0>;
+  // gate, up, and their gradients.
+  static constexpr int kPitched = kBackward ? 0b11110 : 0b011;
 
   Activation activation;
 
@@ -48,38 +46,23 @@ struct GatedAct {
   }
 };
 
-// The rows of arrays that are `pitches` elements apart.
-template <int kArrays>
-BroadcastShape RowsOf(const GatedShape& shape, const int64_t (&pitches)[kArrays]) {
-  const int64_t sizes[] = {shape.rows, shape.n};
-  ArrayStrides strides[kArrays];
-  for (int a = 0; a < kArrays; ++a) {
-    strides[a].at[0] = pitches[a];
-    strides[a].at[1] = 1;
-  }
-  BroadcastShape rows;
-  Collapse(sizes, strides, kArrays, &rows);  // two dimensions are never too many
-  return rows;
-}
-
 }  // namespace
 
 cudaError_t GatedActForward(const GatedShape& shape, DType dtype, Activation activation,
                             const char* gate, const char* up, char* y, cudaStream_t stream) {
-  const BroadcastShape rows = RowsOf(shape, {shape.pitch, shape.pitch});
-  const Operand inputs[] = {{gate}, {up}};
+  const void* const inputs[] = {gate, up};
   void* const outputs[] = {y};
-  return Elements(GatedAct<false>{activation}, rows, dtype, inputs, outputs, stream);
+  return PitchedElements(GatedAct<false>{activation}, shape.rows, shape.n, shape.pitch, dtype,
+                         inputs, outputs, stream);
 }
 
 cudaError_t GatedActBackward(const GatedShape& shape, DType dtype, Activation activation,
                              const char* dy, const char* gate, const char* up, char* dgate,
                              char* dup, cudaStream_t stream) {
-  const int64_t pitch = shape.pitch;
-  const BroadcastShape rows = RowsOf(shape, {shape.n, pitch, pitch, pitch, pitch});
-  const Operand inputs[] = {{dy}, {gate}, {up}};
+  const void* const inputs[] = {dy, gate, up};
   void* const outputs[] = {dgate, dup};
-  return Elements(GatedAct<true>{activation}, rows, dtype, inputs, outputs, stream);
+  return PitchedElements(GatedAct<true>{activation}, shape.rows, shape.n, shape.pitch, dtype,
+                         inputs, outputs, stream);
 }
 
 cudaError_t LoadGatedActKernels() { return LoadKernels<GatedActKernels>(); }

@@ -21,15 +21,17 @@ namespace {
 struct Lerp {
   using Family = Lerp;
   static constexpr int kIn = 3, kOut = 1, kWords = 4;
-  static constexpr bool kOutHasStrides = false, kRagged = true;
+  static constexpr int kPitched = 0;
   static constexpr int kOperands = 3;
   static constexpr int kGradients = 3;
   static constexpr bool kMayBeWide = false;
   static constexpr bool kBits = false;
   static constexpr bool kMayBeStrided = true, kSymmetric = true;
 
-  // A weight for all elements is common.
+  // The sets that are common in models, and those of the benchmark; 4 is a weight for each row.
   using FlatSets = std::integer_sequence<int, 0, 4>;
+  using RowSets = std::integer_sequence<int, kAnySet, 0, 1, 2, 4, 5>;
+  using RaggedSets = std::integer_sequence<int, kAnySet, 0, 4>;
 
   using SumsSets =
       std::integer_sequence<int, RowClasses(RowClass::kFull, RowClass::kFull, RowClass::kFull),
@@ -88,7 +90,7 @@ cudaError_t LoadLerpKernels() {
 
 cudaError_t LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3],
                         void* out, cudaStream_t stream) {
-  return Elements(Lerp(), shape, dtype, operands, &out, stream);
+  return Elements(Lerp(), shape, dtype, operands, out, stream);
 }
 
 cudaError_t LerpBackward(const BroadcastShape& shape, DType dtype, const void* dy,

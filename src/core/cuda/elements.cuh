@@ -4,26 +4,26 @@
 //   struct F {
 //     using Family = ...;  // of KernelOf
 //     static constexpr int kIn = ..., kOut = ...;
-//     static constexpr int kWords = ...;          // 16-byte words of each array per thread
-//     static constexpr bool kMayBeWide = ...;     // an input may have the accumulator type
-//     static constexpr bool kOutHasStrides = ...; // outputs are arrays of the shape, after inputs
-//     static constexpr bool kRagged = ...;        // has the kernels for rows that are no words
-//     // The sets of inputs of one element, one bit each, for which flat arrays have a kernel.
-//     using FlatSets = std::integer_sequence<int, ...>;
+//     static constexpr int kWords = ...;  // 16-byte words of each array per thread
 //     // Calls visit(choice) with a value of the class that has Apply: of this one, or of one that
 //     // is chosen at run time.
 //     template <typename Visit>
 //     __device__ void Choose(const Visit& visit) const;
 //     template <typename T>
 //     static __device__ void Apply(const ComputeType<T> (&x)[kIn], ComputeType<T> (&y)[kOut]);
+//     // PitchedElements: the arrays whose rows are apart, inputs and then outputs, one bit each.
+//     static constexpr int kPitched = ...;
+//     // Elements, which has one output: whether an input may have the accumulator type; and the
+//     // sets of inputs with one element per row, one bit each, for which there are kernels.
+//     static constexpr bool kMayBeWide = ...;
+//     using FlatSets = std::integer_sequence<int, ...>, RowSets = ..., RaggedSets = ...;
 //   };
 //
 // The kernel is bound by memory: a thread takes 16-byte words of the flat result, several of them
 // in flight, and neighboring threads take neighboring words. An array belongs to a class:
 //
 //   kFull    has the result's shape: read like the result;
-//   kRow     its elements are adjacent along the rows (a value per position in a row, or full rows
-//            at other distances);
+//   kRow     its elements are adjacent along the rows: a value per position in a row;
 //   kColumn  one value per row;
 //   kOne     a single element.
 //
@@ -43,7 +43,8 @@
 // elements directly after a conditional load, and wait for it. That cost a third of the bandwidth
 // (docs/dev/log/elementwise.md).
 //
-// Kernels for wide inputs need twice the registers for them, so they are separate kernels.
+// Kernels for wide inputs need twice the registers for them, so they are separate kernels. Sets
+// that are looked up at run time cost up to 2.0 times the time, those of a functor's lists nothing.
 #ifndef JAX_FASTOPS_CORE_CUDA_ELEMENTS_CUH_
 #define JAX_FASTOPS_CORE_CUDA_ELEMENTS_CUH_
 
@@ -58,6 +59,7 @@
 #include "core/broadcast.h"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
+#include "core/cuda/flat_elements.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/shifted.cuh"
 #include "core/cuda/vec.cuh"
@@ -80,31 +82,28 @@ inline OperandClass OperandClassOf(const BroadcastShape& shape, int array) {
   return shape.InnerStride(array) == 0 ? OperandClass::kColumn : OperandClass::kRow;
 }
 
-// How the elements are accessed.
+// How the elements are accessed, unless every array is full or has one element.
 enum class Access {
-  kFlat,      // words; every array is full or has one element
   kRows,      // words; rows are a whole number of words
   kRagged,    // words of full arrays; rows are not a whole number of words
   kElements,  // single elements
 };
 
-// The inputs of one element are looked up at run time.
+// The set of inputs with one element is looked up at run time.
 inline constexpr int kAnySet = -1;
-
-inline constexpr int kElementsThreads = 256;
 
 template <typename F>
 struct ElementsParams {
   const void* in[F::kIn];
-  void* out[F::kOut];  // null: not requested
-  OperandClass in_class[F::kIn], out_class[F::kOut];
+  void* out;
+  OperandClass in_class[F::kIn];
   bool wide[F::kIn];
   uint32_t words_end[F::kIn];  // ragged: the input's elements in whole words
   uint32_t elements, inner;
   int rank;
   // The lengths of the dimensions, major to minor; the innermost one in words (ragged: elements).
   FastDivisor length[kMaxBroadcastRank];
-  uint32_t stride[F::kIn + F::kOut][kMaxBroadcastRank];  // inputs, then outputs
+  uint32_t stride[F::kIn][kMaxBroadcastRank];
   F f;
 };
 
@@ -121,7 +120,7 @@ struct LoadedWord {
   C wide_one;
 
   // `offset` is in elements.
-  __device__ __forceinline__ void Load(const void* data, uint32_t offset, bool is_one, bool wide) {
+  __device__ __forceinline__ void Load(const void* data, int64_t offset, bool is_one, bool wide) {
     if constexpr (kWide) {
       if (wide) {
         const C* p = static_cast<const C*>(data) + offset;
@@ -173,7 +172,7 @@ struct StraddlingWord {
   C wide_ones[2];
 
   // For a full input: its elements, aligned.
-  __device__ __forceinline__ void LoadFull(const void* data, uint32_t first, bool wide) {
+  __device__ __forceinline__ void LoadFull(const void* data, int64_t first, bool wide) {
     if constexpr (kWide) {
       if (wide) {
         wide_word.LoadAligned(data, first);
@@ -207,17 +206,17 @@ struct StraddlingWord {
     load(word, ones);
   }
 
-  __device__ __forceinline__ void Expand(C (&values)[kSize], OperandClass its_class, bool wide,
+  __device__ __forceinline__ void Expand(C (&values)[kSize], bool is_one, bool full, bool wide,
                                          int left) const {
     const auto expand = [&](const auto& some, const auto& one) {
       using E = std::remove_const_t<std::remove_reference_t<decltype(one[0])>>;
-      if (IsOneInRow(its_class)) {
+      if (is_one) {
         const C first = ToCompute(one[0]), second = ToCompute(one[1]);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) values[i] = i < left ? first : second;
       } else {
         E elements[kSize];
-        if (its_class == OperandClass::kFull) {
+        if (full) {
           some.TakeAligned(elements);
         } else {
           some.Take(elements);
@@ -245,7 +244,7 @@ struct StraddlingWord {
 // Finds the rows of kCount words, the positions within them, and the row's offset in each array.
 template <typename F>
 struct RowFinder {
-  static constexpr int kArrays = F::kIn + (F::kOutHasStrides ? F::kOut : 0);
+  static constexpr int kArrays = F::kIn;
   const ElementsParams<F>& p;
 
   // Divides `n` by the length of dimension `d`: `n` becomes the remainder, `over` the quotient.
@@ -300,7 +299,7 @@ __device__ __forceinline__ void ComputeOne(const ElementsParams<F>& p, uint32_t 
     find.Rows(in_row, row);
     find.Offsets(row, offset);
   }
-  C x[F::kIn], y[F::kOut];
+  C x[F::kIn], y[1];
 #pragma unroll
   for (int k = 0; k < F::kIn; ++k) {
     const uint32_t at = p.in_class[k] == OperandClass::kFull ? e
@@ -310,15 +309,12 @@ __device__ __forceinline__ void ComputeOne(const ElementsParams<F>& p, uint32_t 
                               : ToCompute(static_cast<const T*>(p.in[k])[at]);
   }
   p.f.Choose([&](auto choice) { decltype(choice)::template Apply<T>(x, y); });
-#pragma unroll
-  for (int o = 0; o < F::kOut; ++o) {
-    if (p.out[o] != nullptr) static_cast<T*>(p.out[o])[e] = FromCompute<T>(y[o]);
-  }
+  static_cast<T*>(p.out)[e] = FromCompute<T>(y[0]);
 }
 
 // The words of a thread, all in flight at once.
 template <typename F, typename T, Access kAccess, bool kWide>
-inline constexpr int kElementsWords = kAccess == Access::kElements ? F::kOutHasStrides ? 4 : 8
+inline constexpr int kElementsWords = kAccess == Access::kElements          ? 8
                                       : kAccess == Access::kRagged || kWide ? 2
                                                                             : F::kWords;
 
@@ -329,63 +325,60 @@ __global__ void __launch_bounds__(kElementsThreads)
   constexpr bool kRagged = kAccess == Access::kRagged;
   constexpr int kBytes = kAccess == Access::kElements ? sizeof(T) : 16;
   constexpr int kSize = kBytes / sizeof(T), kWords = kElementsWords<F, T, kAccess, kWide>;
-  constexpr int kIn = F::kIn, kOut = F::kOut, kArrays = kIn + (F::kOutHasStrides ? kOut : 0);
+  constexpr int kIn = F::kIn;
   using Loaded =
       std::conditional_t<kRagged, StraddlingWord<T, kWide>, LoadedWord<T, kBytes, kWide>>;
-
-  const auto is_full = [&](int k) {
-    if constexpr (kSet != kAnySet) return (kSet >> k & 1) == 0;
-    return p.in_class[k] == OperandClass::kFull;
-  };
-  const auto is_one = [&](int k) {
-    if constexpr (kSet != kAnySet) return (kSet >> k & 1) != 0;
-    return kSize == 1 || IsOneInRow(p.in_class[k]);
-  };
-
   const RowFinder<F> find{p};
-  const uint32_t first = blockIdx.x * (kElementsThreads * kWords) + threadIdx.x;
-  const uint32_t whole = p.elements / kSize;
-  const auto exists = [&](int u) { return first + u * kElementsThreads < whole; };
+  const auto is_full = [&](int k) { return p.in_class[k] == OperandClass::kFull; };
+  const auto is_one = [&](int k) {
+    if constexpr (kSet == kAnySet) return IsOneInRow(p.in_class[k]);
+    return (kSet >> k & 1) != 0;
+  };
+  // Of a word; a word of one element has one.
+  const auto is_one_of_word = [&](int k) { return kSize == 1 || is_one(k); };
+
+  const int64_t first = int64_t{blockIdx.x} * (kElementsThreads * kWords) + threadIdx.x;
+  const int64_t whole = p.elements / kSize;
+  // The number of the thread's words that exist.
+  const int live = static_cast<int>(min(max(whole - first, int64_t{0}) + (kElementsThreads - 1),
+                                        int64_t{kElementsThreads} * kWords)) /
+                   kElementsThreads;
 
   Loaded loaded[kWords][kIn];
+  // Full arrays are loaded before the offsets of the others are known.
 #pragma unroll
   for (int u = 0; u < kWords; ++u) {
-    if (!exists(u)) break;
-    const uint32_t at = (first + u * kElementsThreads) * kSize;
+    if (u >= live) break;
+    const int64_t at = (first + u * kElementsThreads) * kSize;
 #pragma unroll
     for (int k = 0; k < kIn; ++k) {
       if (!is_full(k)) continue;
       if constexpr (kRagged) {
         loaded[u][k].LoadFull(p.in[k], at, p.wide[k]);
       } else {
-        loaded[u][k].Load(p.in[k], at, is_one(k) && kSize == 1, p.wide[k]);
+        loaded[u][k].Load(p.in[k], at, is_one_of_word(k), p.wide[k]);
       }
     }
   }
 
   // The row of each word, the position in it, and the offset of the row in each array.
-  uint32_t in_row[kWords], row[kWords], offset[kWords][kArrays];
+  uint32_t in_row[kWords], row[kWords], offset[kWords][kIn];
 #pragma unroll
   for (int u = 0; u < kWords; ++u) {
-    in_row[u] = (first + u * kElementsThreads) * (kRagged ? kSize : 1);
-    row[u] = 0;
-#pragma unroll
-    for (int k = 0; k < kArrays; ++k) offset[u][k] = 0;
+    in_row[u] = static_cast<uint32_t>(first + u * kElementsThreads) * (kRagged ? kSize : 1);
   }
-  if constexpr (kAccess != Access::kFlat) {
-    find.Rows(in_row, row);
-    find.Offsets(row, offset);
-  }
+  find.Rows(in_row, row);
+  find.Offsets(row, offset);
 
   int left[kWords];  // ragged: elements from the word's first one to the end of its row
 #pragma unroll
   for (int u = 0; u < kWords; ++u) {
-    if (!exists(u)) break;
+    if (u >= live) break;
     if constexpr (kRagged) {
-      left[u] = static_cast<int>(p.inner - in_row[u]);
-      uint32_t next[1][kArrays];
+      left[u] = static_cast<int>(p.inner) - static_cast<int>(in_row[u]);
+      uint32_t next[1][kIn];
 #pragma unroll
-      for (int k = 0; k < kArrays; ++k) next[0][k] = offset[u][k];
+      for (int k = 0; k < kIn; ++k) next[0][k] = offset[u][k];
       if (left[u] < kSize) {
         const uint32_t behind[1] = {row[u] + 1};
         find.Offsets(behind, next);
@@ -400,9 +393,8 @@ __global__ void __launch_bounds__(kElementsThreads)
 #pragma unroll
       for (int k = 0; k < kIn; ++k) {
         if (is_full(k)) continue;
-        const bool fixed = kAccess == Access::kFlat || IsOneInRow(p.in_class[k]);
-        loaded[u][k].Load(p.in[k], offset[u][k] + (fixed ? 0 : in_row[u] * kSize), is_one(k),
-                          p.wide[k]);
+        loaded[u][k].Load(p.in[k], offset[u][k] + (is_one(k) ? 0 : in_row[u] * kSize),
+                          is_one_of_word(k), p.wide[k]);
       }
     }
   }
@@ -410,109 +402,106 @@ __global__ void __launch_bounds__(kElementsThreads)
   p.f.Choose([&](auto choice) {
 #pragma unroll
     for (int u = 0; u < kWords; ++u) {
-      if (!exists(u)) break;
-      C values[kIn][kSize], results[kOut][kSize];
+      if (u >= live) break;
+      C values[kIn][kSize], results[kSize];
 #pragma unroll
       for (int k = 0; k < kIn; ++k) {
         if constexpr (kRagged) {
-          loaded[u][k].Expand(values[k], p.in_class[k], p.wide[k], left[u]);
+          loaded[u][k].Expand(values[k], is_one(k), is_full(k), p.wide[k], left[u]);
         } else {
-          loaded[u][k].Expand(values[k], is_one(k), p.wide[k]);
+          loaded[u][k].Expand(values[k], is_one_of_word(k), p.wide[k]);
         }
       }
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        C x[kIn], y[kOut];
+        C x[kIn], y[1];
 #pragma unroll
         for (int k = 0; k < kIn; ++k) x[k] = values[k][i];
         decltype(choice)::template Apply<T>(x, y);
-#pragma unroll
-        for (int o = 0; o < kOut; ++o) results[o][i] = y[o];
+        results[i] = y[0];
       }
-#pragma unroll
-      for (int o = 0; o < kOut; ++o) {
-        if (kOut > 1 && p.out[o] == nullptr) continue;
-        uint32_t at = (first + u * kElementsThreads) * kSize;
-        if constexpr (F::kOutHasStrides && kAccess != Access::kFlat) {
-          if (p.out_class[o] != OperandClass::kFull) at = offset[u][kIn + o] + in_row[u] * kSize;
-        }
-        Vec<T, kBytes> y;
-        y.Pack(results[o]);
-        y.Store(static_cast<T*>(p.out[o]) + at);
-      }
+      Vec<T, kBytes> y;
+      y.Pack(results);
+      y.Store(static_cast<T*>(p.out) + (first + u * kElementsThreads) * kSize);
     }
   });
 
   // The elements after the last whole word, by the first threads of the last block.
-  const uint32_t e = whole * kSize + threadIdx.x;
-  if (kSize > 1 && blockIdx.x == gridDim.x - 1 && e < p.elements) {
-    ComputeOne<F, T, kRagged, kWide>(p, e);
+  if (kSize > 1 && blockIdx.x == gridDim.x - 1) {
+    const uint32_t e = static_cast<uint32_t>(whole) * kSize + threadIdx.x;
+    if (e < p.elements) ComputeOne<F, T, kRagged, kWide>(p, e);
   }
 }
 
-// -------------------------------------------------------------------------------------------------
-// Launches
-
-template <typename F>
-using ElementsKernelType = void (*)(ElementsParams<F>);
-
-// The kernel for one access, and the words of its threads.
+// A kernel for a set, and the words of its threads.
 template <typename F>
 struct ElementsChoice {
-  ElementsKernelType<F> kernel;
-  int words;
+  void (*kernel)(ElementsParams<F>) = nullptr;
+  int words = 1;
 };
 
-template <typename F, typename T, Access kAccess, int kSet, bool kWide>
-ElementsChoice<F> ElementsKernelOf() {
-  return {KernelOf<typename F::Family, ElementsKernel<F, T, kAccess, kSet, kWide>>(),
-          kElementsWords<F, T, kAccess, kWide>};
+// The kernel for a set of a list, or none.
+template <typename F, typename T, Access kAccess, bool kWide, int... kSets>
+ElementsChoice<F> ElementsKernelOf(int set, std::integer_sequence<int, kSets...>) {
+  ElementsChoice<F> choice;
+  const auto consider = [&](int its_set, auto kernel) {
+    if (its_set == kAnySet ? choice.kernel == nullptr : its_set == set) choice.kernel = kernel;
+  };
+  (consider(kSets, KernelOf<typename F::Family, ElementsKernel<F, T, kAccess, kSets, kWide>>()),
+   ...);
+  choice.words = kElementsWords<F, T, kAccess, kWide>;
+  return choice;
 }
 
-// `access` becomes one that has a kernel: for flat arrays, that for rows is as good.
-template <typename F, typename T, bool kWide, int... kSets>
-ElementsChoice<F> ChooseElements(Access* access, int set, std::integer_sequence<int, kSets...>) {
+// `*access` becomes one that has a kernel.
+template <typename F, typename T, bool kWide>
+ElementsChoice<F> ChooseElements(Access* access, int set) {
   if constexpr (sizeof(T) < 8) {
-    ElementsChoice<F> flat = {};
-    if constexpr (!kWide) {
-      ((set == kSets ? void(flat = ElementsKernelOf<F, T, Access::kFlat, kSets, false>())
-                     : void(ElementsKernelOf<F, T, Access::kFlat, kSets, false>())),
-       ...);
-    }
-    if (*access == Access::kFlat && flat.kernel != nullptr) return flat;
-    if (*access == Access::kFlat) *access = Access::kRows;
-    if (*access == Access::kRows) return ElementsKernelOf<F, T, Access::kRows, kAnySet, kWide>();
-    if constexpr (F::kRagged) {
-      if (*access == Access::kRagged) {
-        return ElementsKernelOf<F, T, Access::kRagged, kAnySet, kWide>();
-      }
-    }
+    const auto rows = ElementsKernelOf<F, T, Access::kRows, kWide>(set, typename F::RowSets());
+    const auto ragged =
+        ElementsKernelOf<F, T, Access::kRagged, kWide>(set, typename F::RaggedSets());
+    if (*access == Access::kRows && rows.kernel != nullptr) return rows;
+    if (*access == Access::kRagged && ragged.kernel != nullptr) return ragged;
   }
   *access = Access::kElements;
-  return ElementsKernelOf<F, T, Access::kElements, kAnySet, kWide>();
+  return ElementsKernelOf<F, T, Access::kElements, kWide>(set,
+                                                          std::integer_sequence<int, kAnySet>());
 }
 
-// A launch has fewer elements than this, so that 32 bits hold every index.
-inline constexpr int64_t kMostElements = int64_t{1} << 30;
+// Flat arrays without wide inputs. False: there is no kernel for the set.
+template <typename F, typename T, int... kSets>
+bool LaunchFlatSet(const ElementsParams<F>& from, int set, std::integer_sequence<int, kSets...>,
+                   cudaStream_t stream, cudaError_t* error) {
+  FlatParams<F> p{};
+  std::copy(from.in, from.in + F::kIn, p.in);
+  p.out[0] = from.out;
+  p.elements = from.elements;
+  p.units = from.elements / (16 / sizeof(T));
+  p.f = from.f;
+  bool found = false;
+  [[maybe_unused]] const auto consider = [&](int its_set, auto kernel) {
+    if (its_set != set) return;
+    found = true;
+    *error = LaunchFlat(kernel, F::kWords, p, stream);
+  };
+  (consider(kSets, KernelOf<typename F::Family, FlatKernel<F, T, 16, kSets>>()), ...);
+  return found;
+}
 
 template <typename F, typename T>
 cudaError_t LaunchElements(const F& f, const BroadcastShape& given, const Operand* inputs,
-                           void* const* outputs, cudaStream_t stream) {
+                           void* out, cudaStream_t stream) {
   using C = ComputeType<T>;
-  constexpr int kIn = F::kIn, kOut = F::kOut, kSize = 16 / sizeof(T);
+  constexpr int kIn = F::kIn, kSize = 16 / sizeof(T);
   BroadcastShape shape = given;
   Operand in[kIn];
-  void* out[kOut];
   std::copy(inputs, inputs + kIn, in);
-  std::copy(outputs, outputs + kOut, out);
   const auto is_wide = [&](int k) { return in[k].wide && sizeof(T) < sizeof(C); };
 
   while (shape.rank > 1 && shape.size[0] == 1) shape.DropMajor();
-  if (shape.elements() >= kMostElements) {
+  if (shape.elements() > kMaxElements) {
     // Halves of the most major dimension. 64 elements or rows keep the alignment.
     const int64_t size = shape.size[0], half = size < 128 ? size / 2 : size / 128 * 64;
-    int64_t dense = half;
-    for (int d = 1; d < shape.rank; ++d) dense *= shape.size[d];
     shape.size[0] = half;
     const cudaError_t error = LaunchElements<F, T>(f, shape, in, out, stream);
     if (error != cudaSuccess) return error;
@@ -520,70 +509,59 @@ cudaError_t LaunchElements(const F& f, const BroadcastShape& given, const Operan
       in[k].data = static_cast<const char*>(in[k].data) +
                    half * shape.stride[k][0] * int64_t(is_wide(k) ? sizeof(C) : sizeof(T));
     }
-    for (int o = 0; o < kOut; ++o) {
-      if (out[o] == nullptr) continue;
-      const int64_t step = F::kOutHasStrides ? half * shape.stride[kIn + o][0] : dense;
-      out[o] = static_cast<T*>(out[o]) + step;
-    }
+    out = static_cast<T*>(out) + shape.elements();
     shape.size[0] = size - half;
     return LaunchElements<F, T>(f, shape, in, out, stream);
   }
 
   ElementsParams<F> p{};
   p.f = f;
+  p.out = out;
   p.elements = static_cast<uint32_t>(shape.elements());
   if (p.elements == 0) return cudaSuccess;
   p.inner = static_cast<uint32_t>(shape.inner());
-  bool flat = true, wide = false, full_outputs = true;
+  bool flat = true, wide = false;
   int set = 0;
-  uintptr_t bits = 0;
-  const auto add = [&](int array, OperandClass its_class, const void* data) {
-    flat = flat && (its_class == OperandClass::kFull || its_class == OperandClass::kOne);
-    if (!IsOneInRow(its_class)) bits |= reinterpret_cast<uintptr_t>(data);
-    for (int d = 0; d < shape.rank; ++d) {
-      p.stride[array][d] = static_cast<uint32_t>(shape.stride[array][d]);
-    }
-  };
+  uintptr_t bits = reinterpret_cast<uintptr_t>(out);
   for (int k = 0; k < kIn; ++k) {
+    const OperandClass its_class = OperandClassOf(shape, k);
     p.in[k] = in[k].data;
+    p.in_class[k] = its_class;
     p.wide[k] = is_wide(k);
-    p.in_class[k] = OperandClassOf(shape, k);
-    add(k, p.in_class[k], in[k].data);
     wide = wide || p.wide[k];
-    set |= IsOneInRow(p.in_class[k]) << k;
+    flat = flat && (its_class == OperandClass::kFull || its_class == OperandClass::kOne);
+    set |= IsOneInRow(its_class) << k;
+    if (!IsOneInRow(its_class)) bits |= reinterpret_cast<uintptr_t>(in[k].data);
     int64_t last = 0;
-    for (int d = 0; d < shape.rank; ++d) last += (shape.size[d] - 1) * shape.stride[k][d];
+    for (int d = 0; d < shape.rank; ++d) {
+      p.stride[k][d] = static_cast<uint32_t>(shape.stride[k][d]);
+      last += (shape.size[d] - 1) * shape.stride[k][d];
+    }
     const int64_t per_word = 16 / (p.wide[k] ? sizeof(C) : sizeof(T));
     p.words_end[k] = static_cast<uint32_t>((last + 1) / per_word * per_word);
   }
-  for (int o = 0; o < kOut; ++o) {
-    p.out[o] = out[o];
-    p.out_class[o] = OperandClass::kFull;
-    if constexpr (F::kOutHasStrides) {
-      p.out_class[o] = OperandClassOf(shape, kIn + o);
-      add(kIn + o, p.out_class[o], out[o]);
-      full_outputs = full_outputs && p.out_class[o] == OperandClass::kFull;
-    } else {
-      bits |= reinterpret_cast<uintptr_t>(out[o]);
+  const bool aligned = bits % 16 == 0;
+  if constexpr (sizeof(T) < 8) {
+    cudaError_t error;
+    if (flat && aligned && !wide &&
+        LaunchFlatSet<F, T>(p, set, typename F::FlatSets(), stream, &error)) {
+      return error;
     }
   }
-  p.rank = flat ? 1 : shape.rank;
 
-  Access access = flat                   ? Access::kFlat
-                  : p.inner % kSize == 0 ? Access::kRows
-                  : p.inner < kSize      ? Access::kElements
-                  : full_outputs         ? Access::kRagged
-                                         : Access::kElements;
-  if (bits % 16 != 0) access = Access::kElements;
-  using Sets = typename F::FlatSets;
+  // Other flat arrays are one row, whose last elements may be in no word.
+  p.rank = flat ? 1 : shape.rank;
+  Access access = !aligned                       ? Access::kElements
+                  : flat || p.inner % kSize == 0 ? Access::kRows
+                  : p.inner < kSize              ? Access::kElements
+                                                 : Access::kRagged;
   ElementsChoice<F> choice;
   if constexpr (F::kMayBeWide && sizeof(T) < sizeof(C)) {
-    choice = wide ? ChooseElements<F, T, true>(&access, set, Sets())
-                  : ChooseElements<F, T, false>(&access, set, Sets());
+    choice =
+        wide ? ChooseElements<F, T, true>(&access, set) : ChooseElements<F, T, false>(&access, set);
   } else {
-    choice = ChooseElements<F, T, false>(&access, set, Sets());
+    choice = ChooseElements<F, T, false>(&access, set);
   }
-
   const int size = access == Access::kElements ? 1 : kSize;
   for (int d = 0; d < p.rank; ++d) {
     int64_t length = flat ? p.elements : shape.size[d];
@@ -596,14 +574,14 @@ cudaError_t LaunchElements(const F& f, const BroadcastShape& given, const Operan
                 stream, p);
 }
 
-// Arrays of `shape`: the inputs, and after them the outputs if these have strides.
+// Arrays of `shape`: the inputs.
 template <typename F>
 cudaError_t Elements(const F& f, const BroadcastShape& given, DType dtype, const Operand* inputs,
-                     void* const* outputs, cudaStream_t stream) {
+                     void* out, cudaStream_t stream) {
   BroadcastShape shape;
   if (!WithRows(given, &shape)) return cudaErrorInvalidValue;
   return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
-    return LaunchElements<F, T>(f, shape, inputs, outputs, stream);
+    return LaunchElements<F, T>(f, shape, inputs, out, stream);
   });
 }
 

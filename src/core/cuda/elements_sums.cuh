@@ -101,7 +101,7 @@ struct SumsTraits {
   // then in flight.
   static constexpr int kRows = kAny ? 4 : kStreams > 3 ? 2 : kStreams == 1 && kValues == 0 ? 6 : 4;
   static constexpr int kBlocks =
-      kAny || kStreams > 2 || (sizeof(T) == 2 && kVectors + kValues > 1) ? 2 : 3;
+      kAny || kStreams > 2 || kValues > 1 || (sizeof(T) == 2 && kVectors + kValues > 1) ? 2 : 3;
   using Offset = std::conditional_t<kAny, int64_t, uint32_t>;  // of an element
   using Column = std::conditional_t<kAny, int64_t, int>;
 };
@@ -114,62 +114,69 @@ struct SumParams {
   bool direct;   // the gradient
 };
 
-// Dimensions, major to minor, and their strides in the result, the operands and the gradients.
+// A dimension, and its strides in the result, the operands and the gradients.
 template <int kArrays>
-struct SumDims {
-  int rank;
-  FastDivisor length[kMaxBroadcastRank];
-  int64_t stride[kArrays][kMaxBroadcastRank];
-
-  // The offsets of an index in the first kCount arrays.
-  template <int kCount, typename Offset>
-  __device__ __forceinline__ void Offsets(uint32_t index, Offset (&offset)[kCount]) const {
-#pragma unroll
-    for (int a = 0; a < kCount; ++a) offset[a] = 0;
-#pragma unroll 1
-    for (int d = rank - 1; d >= 0; --d) {
-      uint32_t digit = index;
-      if (d > 0) {
-        index = Divide(index, length[d]);
-        digit -= index * length[d].divisor;
-      }
-#pragma unroll
-      for (int a = 0; a < kCount; ++a) offset[a] += digit * static_cast<Offset>(stride[a][d]);
-    }
-  }
-  template <typename Offset>
-  __device__ __forceinline__ Offset OffsetIn(int array, uint32_t index) const {
-    Offset offset = 0;
-#pragma unroll 1
-    for (int d = rank - 1; d >= 0; --d) {
-      uint32_t digit = index;
-      if (d > 0) {
-        index = Divide(index, length[d]);
-        digit -= index * length[d].divisor;
-      }
-      offset += digit * static_cast<Offset>(stride[array][d]);
-    }
-    return offset;
-  }
+struct SumDim {
+  FastDivisor length;
+  int64_t stride[kArrays];
 };
 
+// What every thread reads comes first, next to the first dimension: a small kernel waits for each
+// line of constants.
 template <typename F>
 struct SumsParams {
   static constexpr int kArrays = 1 + F::kOperands + F::kGradients;
   const void* dy;
   Operand operand[F::kOperands];
-  RowClass operand_class[F::kOperands];
-  bool needed[F::kOperands];  // for the requested gradients
   SumParams sum[F::kGradients];
-  SumDims<kArrays> planes, rows;
   uint32_t plane_count, row_count;
   int64_t n, last_n;
   int64_t row_stride;  // of the result, if there are several classes
+  int64_t tail_word;   // the index of the word that sticks out of the arrays; -1: none
+  uint32_t tail;       // its elements
   uint32_t period, classes, strips, boxes;
-  uint32_t tail;      // elements of the word that sticks out of the arrays
-  int64_t tail_word;  // its index
   int lanes;
+  bool needed[F::kOperands];  // for the requested gradients
+  RowClass operand_class[F::kOperands];
   F f;
+  // Major to minor: those of the rows, at least one, then those of the planes.
+  uint8_t row_rank, plane_rank;
+  SumDim<kArrays> dim[kMaxBroadcastRank + 1];
+
+  // The offsets of an index of the dimensions [first, first + rank) in kCount arrays, from array
+  // `from` on.
+  template <int kCount, typename Offset>
+  __device__ __forceinline__ void Offsets(int first, int rank, int from, uint32_t index,
+                                          Offset (&offset)[kCount]) const {
+#pragma unroll
+    for (int a = 0; a < kCount; ++a) offset[a] = 0;
+#pragma unroll 1
+    for (int d = first + rank - 1; d > first; --d) {
+      const uint32_t major = Divide(index, dim[d].length);
+      const uint32_t digit = index - major * dim[d].length.divisor;
+#pragma unroll
+      for (int a = 0; a < kCount; ++a) {
+        offset[a] += digit * static_cast<Offset>(dim[d].stride[from + a]);
+      }
+      index = major;
+    }
+#pragma unroll
+    for (int a = 0; a < kCount; ++a) {
+      offset[a] += index * static_cast<Offset>(dim[first].stride[from + a]);
+    }
+  }
+  template <int kCount, typename Offset>
+  __device__ __forceinline__ void RowOffsets(uint32_t row, Offset (&offset)[kCount],
+                                             int from = 0) const {
+    Offsets(0, row_rank, from, row, offset);
+  }
+  template <int kCount, typename Offset>
+  __device__ __forceinline__ void PlaneOffsets(uint32_t plane, Offset (&offset)[kCount],
+                                               int from = 0) const {
+#pragma unroll
+    for (int a = 0; a < kCount; ++a) offset[a] = 0;
+    if (plane_rank > 0) Offsets(row_rank, plane_rank, from, plane, offset);
+  }
 };
 
 // Loads the elements of a word that sticks out of the array.
@@ -246,13 +253,14 @@ __global__ __launch_bounds__(kSumsThreads, (SumsTraits<F, T, kSet>::kBlocks)) vo
   const uint32_t strip = strips_of % p.strips, boxes_of = strips_of / p.strips;
   const uint32_t box = boxes_of % p.boxes, plane = boxes_of / p.boxes;
   Offset base[kArrays];  // of the plane, in the result and the operands
-  p.planes.Offsets(plane, base);
+  p.PlaneOffsets(plane, base);
   const uint32_t shift =
       kAny ? 0
            : static_cast<uint32_t>(base[0] + row_class * static_cast<Offset>(p.row_stride)) % kSize;
   const uint32_t strip_word = strip * p.lanes;  // in the row
   const uint32_t word_in_row = strip_word + threadIdx.x % p.lanes;
   const Column first_column = static_cast<Column>(word_in_row) * kSize - static_cast<Column>(shift);
+  const Offset first_element = base[0] - shift + static_cast<Offset>(word_in_row) * kSize;
   // The elements of the word that belong to a row that ends at column `end`, one bit each.
   const auto elements_before = [&](int64_t end) {
     uint32_t elements = 0;
@@ -287,7 +295,7 @@ __global__ __launch_bounds__(kSumsThreads, (SumsTraits<F, T, kSet>::kBlocks)) vo
   if constexpr (F::kBits && !kAny) {
     const int byte = first_column >> 3, last = static_cast<int>((p.n + 7) / 8) - 1;
     low_byte = min(max(byte, 0), last);
-    high_byte = shift == 0 ? low_byte : min(byte + 1, last);
+    high_byte = min(byte + 1, last);
   }
 
   C columns[kGradients][kSize], numbers[kGradients];
@@ -318,8 +326,8 @@ __global__ __launch_bounds__(kSumsThreads, (SumsTraits<F, T, kSet>::kBlocks)) vo
       if (index >= count) elements[r] = 0;
       if (elements[r] == 0) continue;
       Offset offset[kArrays];
-      p.rows.Offsets(row, offset);
-      word[r] = (base[0] + offset[0] - shift) / kSize + word_in_row;
+      p.RowOffsets(row, offset);
+      word[r] = (first_element + offset[0]) / kSize;
       if (!kAny && word[r] == static_cast<Offset>(p.tail_word)) {
         tail = true;
       } else {
@@ -335,16 +343,15 @@ __global__ __launch_bounds__(kSumsThreads, (SumsTraits<F, T, kSet>::kBlocks)) vo
             bits[r][0] = mask[bit[r] >> 3];
           } else {
             bits[r][0] = mask[(at >> 3) + low_byte];
-            bits[r][1] = mask[(at >> 3) + high_byte];
+            bits[r][1] = shift != 0 ? mask[(at >> 3) + high_byte] : 0;
           }
         } else if (!p.needed[k]) {
           continue;
         } else if (!kAny && operand_class(k) == RowClass::kFull) {
           const bool own = F::kMayBeStrided && p.operand_class[k] == RowClass::kStrided;
-          if (own) {
-            full[k][r] = static_cast<const Bits*>(p.operand[k].data)[at / kSize + word_in_row];
-          } else if (word[r] != static_cast<Offset>(p.tail_word)) {
-            full[k][r] = static_cast<const Bits*>(p.operand[k].data)[word[r]];
+          const Offset its_word = own ? at / kSize + word_in_row : word[r];
+          if (its_word != static_cast<Offset>(p.tail_word)) {
+            full[k][r] = static_cast<const Bits*>(p.operand[k].data)[its_word];
           }
         } else if (operand_class(k) != RowClass::kRow) {
           const Offset here = kAny && operand_class(k) != RowClass::kColumn
@@ -464,8 +471,10 @@ __global__ __launch_bounds__(kSumsThreads, (SumsTraits<F, T, kSet>::kBlocks)) vo
           const uint32_t row = row_class + index * p.period;
           Offset to;
           if (p.sum[g].direct) {
-            to = p.planes.template OffsetIn<Offset>(kArrays + g, plane) +
-                 p.rows.template OffsetIn<Offset>(kArrays + g, row);
+            Offset of_row[1], of_plane[1];
+            p.RowOffsets(row, of_row, kArrays + g);
+            p.PlaneOffsets(plane, of_plane, kArrays + g);
+            to = of_row[0] + of_plane[0];
           } else {
             const uint32_t part = strip_word / 32 + threadIdx.x % p.lanes / 32;
             to = (Offset(part) * p.plane_count + plane) * p.row_count + row;
@@ -508,8 +517,8 @@ __global__ __launch_bounds__(kSumsThreads, (SumsTraits<F, T, kSet>::kBlocks)) vo
 #pragma unroll
   for (int g = 0; g < kGradients; ++g) {
     if (p.sum[g].out == nullptr) continue;
-    const Offset of_plane =
-        p.sum[g].direct ? p.planes.template OffsetIn<Offset>(kArrays + g, plane) : Offset(0);
+    Offset of_plane[1] = {0};
+    if (p.sum[g].direct) p.PlaneOffsets(plane, of_plane, kArrays + g);
     if (kVectors > 0 && sum_class(g) == RowClass::kRow) {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
@@ -531,7 +540,7 @@ __global__ __launch_bounds__(kSumsThreads, (SumsTraits<F, T, kSet>::kBlocks)) vo
             static_cast<Column>(strip_word) * kSize + i - static_cast<Column>(shift);
         if (column < 0 || column >= static_cast<Column>(p.n)) continue;
         PutSum<T>(p.sum[g],
-                  (p.sum[g].direct ? of_plane : part * static_cast<Offset>(p.n)) +
+                  (p.sum[g].direct ? of_plane[0] : part * static_cast<Offset>(p.n)) +
                       static_cast<Offset>(column),
                   total);
       }
@@ -545,7 +554,7 @@ __global__ __launch_bounds__(kSumsThreads, (SumsTraits<F, T, kSet>::kBlocks)) vo
       if (threadIdx.x == 0) {
         C total = C(0);
         for (int w = 0; w < static_cast<int>(blockDim.x) / 32; ++w) total += exchange[w];
-        PutSum<T>(p.sum[g], p.sum[g].direct ? of_plane : Offset(blockIdx.x), total);
+        PutSum<T>(p.sum[g], p.sum[g].direct ? of_plane[0] : Offset(blockIdx.x), total);
       }
       __syncthreads();
     }
@@ -749,8 +758,12 @@ class SumsLauncher {
       sum.out = parts;
       sum.wide = true;
     }
-    Fill(split.planes, &p.planes);
-    Fill(split.rows, &p.rows);
+    // Without a dimension of the rows there is one row.
+    p.dim[0] = {};
+    p.row_rank = static_cast<uint8_t>(std::max(1, split.rows.rank));
+    p.plane_rank = static_cast<uint8_t>(split.planes.rank);
+    Fill(split.rows, p.dim);
+    Fill(split.planes, p.dim + p.row_rank);
     p.plane_count = static_cast<uint32_t>(plan.planes);
     p.row_count = static_cast<uint32_t>(split.rows.length);
     p.n = split.n;
@@ -783,11 +796,10 @@ class SumsLauncher {
     return true;
   }
 
-  static void Fill(const DimSet& from, SumDims<Params::kArrays>* to) {
-    to->rank = from.rank;
+  static void Fill(const DimSet& from, SumDim<Params::kArrays>* to) {
     for (int d = 0; d < from.rank; ++d) {
-      to->length[d] = FastDivisor(static_cast<uint32_t>(from.size[d]));
-      for (int a = 0; a < Params::kArrays; ++a) to->stride[a][d] = from.stride[a][d];
+      to[d].length = FastDivisor(static_cast<uint32_t>(from.size[d]));
+      for (int a = 0; a < Params::kArrays; ++a) to[d].stride[a] = from.stride[a][d];
     }
   }
 
@@ -797,9 +809,9 @@ class SumsLauncher {
     std::swap(p->operand_class[0], p->operand_class[1]);
     std::swap(p->needed[0], p->needed[1]);
     std::swap(p->sum[0], p->sum[1]);
-    for (auto* dims : {&p->planes, &p->rows}) {
-      std::swap(dims->stride[1], dims->stride[2]);
-      std::swap(dims->stride[1 + kOperands], dims->stride[2 + kOperands]);
+    for (int d = 0; d < p->row_rank + p->plane_rank; ++d) {
+      std::swap(p->dim[d].stride[1], p->dim[d].stride[2]);
+      std::swap(p->dim[d].stride[1 + kOperands], p->dim[d].stride[2 + kOperands]);
     }
     p->f.Swap();
   }
