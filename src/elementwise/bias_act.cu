@@ -3,8 +3,8 @@
 // instead of x.
 //
 // The sum and the activation are computed in float32 (float64 for float64), without rounding in
-// between. elementwise/forward.cuh and elementwise/backward.cuh read and sum the arrays,
-// and elementwise/bias_relu.cuh writes the bits. The smooth activations are a run-time switch of
+// between. core/cuda/elements.cuh and core/cuda/elements_sums.cuh read and sum the arrays, and
+// elementwise/bias_relu.cuh writes the bits. The smooth activations are a run-time switch of
 // the same kernels: it is the same for all threads.
 //
 // Source: FasterTransformer, add_bias_act.
@@ -12,25 +12,28 @@
 
 #include <utility>
 
+#include "core/cuda/elements.cuh"
+#include "core/cuda/elements_sums.cuh"
 #include "core/cuda/launch.h"
 #include "elementwise/activation.cuh"
-#include "elementwise/backward.cuh"
 #include "elementwise/bias_relu.cuh"
-#include "elementwise/forward.cuh"
 
 namespace jax_fastops::cuda {
 namespace {
 
-// x is full, and the bias any.
-using BiasKinds = std::integer_sequence<int, KindsOf(kPlain, kPlain), KindsOf(kPlain, kColumn),
-                                        KindsOf(kPlain, kRow)>;
-using BiasRowsKinds = std::integer_sequence<int, KindsOf(kPlain, kColumn), KindsOf(kPlain, kRow)>;
+// x is full, and the bias any. Rows are the most common.
+using BiasSets = std::integer_sequence<int, RowClasses(RowClass::kFull, RowClass::kRow),
+                                       RowClasses(RowClass::kFull, RowClass::kColumn),
+                                       RowClasses(RowClass::kFull, RowClass::kFull)>;
+using MaskSets = std::integer_sequence<int, RowClasses(RowClass::kFull, RowClass::kRow),
+                                       RowClasses(RowClass::kFull, RowClass::kColumn)>;
 
 template <Activation kActivation>
 struct BiasActOf {
   template <typename T>
-  static __device__ __forceinline__ ComputeType<T> Value(const ComputeType<T> (&x)[2]) {
-    return FormulaOf<kActivation, ActivationMath<T>>::Value(x[0] + x[1]);
+  static __device__ __forceinline__ void Apply(const ComputeType<T> (&x)[2],
+                                               ComputeType<T> (&y)[1]) {
+    y[0] = FormulaOf<kActivation, ActivationMath<T>>::Value(x[0] + x[1]);
   }
 
   template <typename T>
@@ -43,22 +46,19 @@ struct BiasActOf {
 
 struct BiasAct {
   using Family = BiasActKernels;
-  using BackwardKinds = BiasKinds;
-  using RowsKinds = BiasRowsKinds;
+  using SumsSets = BiasSets;
+  static constexpr int kIn = 2, kOut = 1, kWords = 4;
+  // The bias has an element per position in a row, or one per row.
+  using FlatSets = std::integer_sequence<int>;
+  using RowSets = std::integer_sequence<int, 0, 2>;
+  using RaggedSets = std::integer_sequence<int, 0, 2>;
   static constexpr int kOperands = 2;
   static constexpr int kGradients = 2;
   static constexpr bool kMayBeWide = true;
   static constexpr bool kBits = false;
-  static constexpr bool kFirstIsFull = true;
-  static constexpr bool kShortUnits = true;
+  static constexpr bool kMayBeStrided = false, kSymmetric = false;
 
   Activation activation;
-
-  // A bias of one element per unit is common in rows, as the bias of channels that come first.
-  static constexpr bool HasForward(ForwardKind kind, int ones, bool wide) {
-    if (kind == ForwardKind::kFlat) return ones == 0 && !wide;
-    return ones == 0 || (ones == 2 && !wide);
-  }
 
   template <typename Visit>
   __device__ __forceinline__ void Choose(const Visit& visit) const {
@@ -70,14 +70,12 @@ struct BiasAct {
 
 struct SelectByMask {
   using Family = BiasActKernels;
-  using BackwardKinds = BiasKinds;
-  using RowsKinds = BiasRowsKinds;
+  using SumsSets = MaskSets;
   static constexpr int kOperands = 1;
   static constexpr int kGradients = 2;
   static constexpr bool kMayBeWide = false;
   static constexpr bool kBits = true;
-  static constexpr bool kFirstIsFull = true;
-  static constexpr bool kShortUnits = true;
+  static constexpr bool kMayBeStrided = false, kSymmetric = false;
 
   template <typename Visit>
   __device__ __forceinline__ void Choose(const Visit& visit) const {
@@ -97,7 +95,7 @@ struct SelectByMask {
 
 cudaError_t LoadBiasActKernels() {
   const cudaError_t error = LoadKernels<BiasActKernels>();
-  return error == cudaSuccess ? LoadKernels<FinishKernels>() : error;
+  return error == cudaSuccess ? LoadKernels<GradientSumsKernels>() : error;
 }
 
 cudaError_t BiasActForward(const BroadcastShape& shape, DType dtype, Activation activation,
@@ -106,7 +104,7 @@ cudaError_t BiasActForward(const BroadcastShape& shape, DType dtype, Activation 
   if (activation == Activation::kRelu) {
     return BiasReluForward(shape, dtype, operands, out, mask, stream);
   }
-  return ElementwiseForward(BiasAct{activation}, shape, dtype, operands, out, stream);
+  return Elements(BiasAct{activation}, shape, dtype, operands, out, stream);
 }
 
 cudaError_t BiasActBackward(const BroadcastShape& shape, DType dtype, Activation activation,
@@ -114,15 +112,15 @@ cudaError_t BiasActBackward(const BroadcastShape& shape, DType dtype, Activation
                             SumWorkspace workspace, cudaStream_t stream) {
   // relu has BiasReluBackward, which takes a mask, and no x.
   if (activation == Activation::kRelu) return cudaErrorInvalidValue;
-  return ElementwiseBackward(BiasAct{activation}, shape, dtype, dy, operands, gradients, workspace,
-                             stream);
+  return BackwardWithSums(BiasAct{activation}, shape, dtype, dy, operands, gradients, workspace,
+                          stream);
 }
 
 cudaError_t BiasReluBackward(const BroadcastShape& shape, DType dtype, const void* dy,
                              const uint8_t* mask, const Gradient gradients[2],
                              SumWorkspace workspace, cudaStream_t stream) {
   const Operand bits[1] = {{mask, false}};
-  return ElementwiseBackward(SelectByMask(), shape, dtype, dy, bits, gradients, workspace, stream);
+  return BackwardWithSums(SelectByMask(), shape, dtype, dy, bits, gradients, workspace, stream);
 }
 
 }  // namespace jax_fastops::cuda

@@ -7,9 +7,8 @@
 
 #include "core/activation.h"
 #include "core/backend.h"
+#include "core/broadcast.h"
 #include "core/dtype.h"
-#include "elementwise/broadcast.h"
-#include "elementwise/elementwise.h"
 
 namespace jax_fastops {
 

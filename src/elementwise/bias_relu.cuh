@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "core/alignment.h"
+#include "core/broadcast.h"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/offsets.cuh"
@@ -33,8 +34,6 @@
 #include "core/cuda/unit.cuh"
 #include "core/dtype.h"
 #include "core/integer.h"
-#include "elementwise/broadcast.h"
-#include "elementwise/elementwise.h"
 
 namespace jax_fastops::cuda {
 

@@ -4,11 +4,10 @@
 #ifndef JAX_FASTOPS_ELEMENTWISE_BLOCKS_CPU_H_
 #define JAX_FASTOPS_ELEMENTWISE_BLOCKS_CPU_H_
 
+#include "core/broadcast.h"
 #include "core/cpu/parallel.h"
 #include "core/dtype.h"
 #include "elementwise/blocks_simd.h"
-#include "elementwise/broadcast.h"
-#include "elementwise/elementwise.h"
 
 namespace jax_fastops::cpu {
 

@@ -97,7 +97,7 @@ class Arrays {
   const int64_t elements_;
   int arrays_ = 0, sums_count_ = 0;
   std::array<ArrayStrides, kMaxBroadcastArrays> strides_;
-  Sum sums_[kMaxElementwiseOperands];
+  Sum sums_[kMaxGradients];
 };
 
 // ---- lerp --------------------------------------------------------------------------------------

@@ -4,43 +4,45 @@
 //   dstart = dy * (1 - weight),  dend = dy * weight,  dweight = dy * (end - start),
 //
 // each summed over the dimensions along which its operand is broadcast. The kernels are in
-// elementwise/forward.cuh and elementwise/backward.cuh.
+// core/cuda/elements.cuh and core/cuda/elements_sums.cuh.
 //
 // Source: Paddle, lerp.
 #include "elementwise/lerp.h"
 
 #include <utility>
 
+#include "core/cuda/elements.cuh"
+#include "core/cuda/elements_sums.cuh"
 #include "core/cuda/launch.h"
-#include "elementwise/backward.cuh"
-#include "elementwise/forward.cuh"
 
 namespace jax_fastops::cuda {
 namespace {
 
 struct Lerp {
   using Family = Lerp;
+  static constexpr int kIn = 3, kOut = 1, kWords = 4;
+  static constexpr int kPitched = 0;
   static constexpr int kOperands = 3;
   static constexpr int kGradients = 3;
   static constexpr bool kMayBeWide = false;
   static constexpr bool kBits = false;
-  static constexpr bool kFirstIsFull = false;
-  static constexpr bool kShortUnits = false;
+  static constexpr bool kMayBeStrided = true, kSymmetric = true;
 
-  // The sets and kinds that are common in models, and those of the benchmark.
-  static constexpr bool HasForward(ForwardKind kind, int ones, bool) {
-    if (kind == ForwardKind::kRows) return ones >= 0 && ones != 3 && ones != 6;
-    return ones == 0 || ones == 4 || (ones == kAnyOnes && kind == ForwardKind::kRagged);
-  }
+  // The sets that are common in models, and those of the benchmark; 4 is a weight for each row.
+  using FlatSets = std::integer_sequence<int, 0, 4>;
+  using RowSets = std::integer_sequence<int, kAnySet, 0, 1, 2, 4, 5>;
+  using RaggedSets = std::integer_sequence<int, kAnySet, 0, 4>;
 
-  using BackwardKinds =
-      std::integer_sequence<int, KindsOf(kPlain, kPlain, kPlain), KindsOf(kPlain, kPlain, kColumn),
-                            KindsOf(kPlain, kPlain, kRow), KindsOf(kColumn, kPlain, kRow),
-                            KindsOf(kRow, kPlain, kRow), KindsOf(kRow, kColumn, kPlain),
-                            KindsOf(kColumn, kColumn, kRow)>;
-  using RowsKinds =
-      std::integer_sequence<int, KindsOf(kPlain, kPlain, kColumn), KindsOf(kPlain, kPlain, kRow),
-                            KindsOf(kColumn, kPlain, kRow)>;
+  using SumsSets =
+      std::integer_sequence<int, RowClasses(RowClass::kFull, RowClass::kFull, RowClass::kFull),
+                            RowClasses(RowClass::kFull, RowClass::kFull, RowClass::kRow),
+                            RowClasses(RowClass::kFull, RowClass::kFull, RowClass::kColumn),
+                            RowClasses(RowClass::kRow, RowClass::kFull, RowClass::kColumn),
+                            RowClasses(RowClass::kColumn, RowClass::kFull, RowClass::kColumn),
+                            RowClasses(RowClass::kRow, RowClass::kColumn, RowClass::kFull)>;
+
+  bool swapped = false;  // the first operand is `end`
+  void Swap() { swapped = !swapped; }
 
   template <typename Visit>
   __device__ __forceinline__ void Choose(const Visit& visit) const {
@@ -51,23 +53,26 @@ struct Lerp {
   // selected, because adding 0 may turn -0 into +0. If the distance is not finite, the formula is
   // used as written above, and gives the same NaN.
   template <typename T>
-  static __device__ __forceinline__ ComputeType<T> Value(const ComputeType<T> (&x)[3]) {
+  static __device__ __forceinline__ void Apply(const ComputeType<T> (&x)[3],
+                                               ComputeType<T> (&y)[1]) {
     using C = ComputeType<T>;
     const C distance = x[1] - x[0], weight = x[2];
     // These values depend only on the weight. The compiler hoists them if one weight serves many.
     const bool from_start = weight < C(0.5);
     const C way = from_start ? weight : weight - C(1);
     const C near = from_start ? x[0] : x[1];
-    const C y = way == C(0) ? near : fma(way, distance, near);
-    return fabs(distance) < C(INFINITY) ? y : fma(weight, distance, x[0]);
+    const C value = way == C(0) ? near : fma(way, distance, near);
+    y[0] = fabs(distance) < C(INFINITY) ? value : fma(weight, distance, x[0]);
   }
 
   template <typename T>
-  static __device__ __forceinline__ void Gradients(ComputeType<T> dy, const ComputeType<T> (&x)[3],
-                                                   ComputeType<T> (&g)[3]) {
-    g[0] = dy * (ComputeType<T>(1) - x[2]);
-    g[1] = dy * x[2];
-    g[2] = dy * (x[1] - x[0]);
+  __device__ __forceinline__ void Gradients(ComputeType<T> dy, const ComputeType<T> (&x)[3],
+                                            ComputeType<T> (&g)[3]) const {
+    using C = ComputeType<T>;
+    const C of_start = dy * (C(1) - x[2]), of_end = dy * x[2];
+    g[0] = swapped ? of_end : of_start;
+    g[1] = swapped ? of_start : of_end;
+    g[2] = dy * (swapped ? x[0] - x[1] : x[1] - x[0]);
   }
 
   static void Needed(const bool* wanted, bool* needed) {
@@ -80,18 +85,18 @@ struct Lerp {
 
 cudaError_t LoadLerpKernels() {
   const cudaError_t error = LoadKernels<Lerp>();
-  return error == cudaSuccess ? LoadKernels<FinishKernels>() : error;
+  return error == cudaSuccess ? LoadKernels<GradientSumsKernels>() : error;
 }
 
 cudaError_t LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3],
                         void* out, cudaStream_t stream) {
-  return ElementwiseForward(Lerp(), shape, dtype, operands, out, stream);
+  return Elements(Lerp(), shape, dtype, operands, out, stream);
 }
 
 cudaError_t LerpBackward(const BroadcastShape& shape, DType dtype, const void* dy,
                          const Operand operands[3], const Gradient gradients[3],
                          SumWorkspace workspace, cudaStream_t stream) {
-  return ElementwiseBackward(Lerp(), shape, dtype, dy, operands, gradients, workspace, stream);
+  return BackwardWithSums(Lerp(), shape, dtype, dy, operands, gradients, workspace, stream);
 }
 
 }  // namespace jax_fastops::cuda

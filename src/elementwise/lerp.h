@@ -3,9 +3,8 @@
 #define JAX_FASTOPS_ELEMENTWISE_LERP_H_
 
 #include "core/backend.h"
+#include "core/broadcast.h"
 #include "core/dtype.h"
-#include "elementwise/broadcast.h"
-#include "elementwise/elementwise.h"
 
 namespace jax_fastops::FASTOPS_BACKEND {
 

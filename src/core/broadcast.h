@@ -6,8 +6,8 @@
 // (16, 3, 1024, 1024) with an operand (16, 1, 1, 1) becomes two dimensions.
 //
 // Source: CMU 10-414, strides of 0; Paddle, lerp, without its limit of six dimensions.
-#ifndef JAX_FASTOPS_ELEMENTWISE_BROADCAST_H_
-#define JAX_FASTOPS_ELEMENTWISE_BROADCAST_H_
+#ifndef JAX_FASTOPS_CORE_BROADCAST_H_
+#define JAX_FASTOPS_CORE_BROADCAST_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -18,6 +18,7 @@ namespace jax_fastops {
 
 inline constexpr int kMaxBroadcastRank = 16;
 inline constexpr int kMaxBroadcastArrays = 8;
+inline constexpr int kMaxGradients = 3;  // that a backward sums
 
 struct BroadcastShape {
   int rank = 0;
@@ -37,6 +38,8 @@ struct BroadcastShape {
   // The stride along the innermost dimension: 0 or 1. It is larger if the innermost dimension of
   // the array was dropped (a mask with one bit per byte; copies along a dimension of 1).
   int64_t InnerStride(int array) const { return rank == 0 ? 0 : stride[array][rank - 1]; }
+  // Drops the most major dimension.
+  void DropMajor();
 };
 
 // The strides of an array before dimensions are dropped and merged.
@@ -64,6 +67,30 @@ inline bool Collapse(const std::vector<int64_t>& result,
   return Collapse(result, &one, 1, shape);
 }
 
+// The shape with rows in which every array has adjacent elements, or one element. If that does not
+// hold (a mask with one bit per byte; copies of an operand along a dimension of size 1), rows of
+// one element are appended. False if there is no room for another dimension.
+bool WithRows(const BroadcastShape& shape, BroadcastShape* with_rows);
+
+// An operand of an op over broadcast operands.
+struct Operand {
+  const void* data = nullptr;
+  bool wide = false;  // has the accumulator type, not the element type
+};
+
+// The gradient of an operand: summed over the dimensions along which its stride is 0.
+struct Gradient {
+  void* data = nullptr;  // null: not requested
+  bool wide = false;     // has the accumulator type, not the element type
+};
+
+// Memory for partial sums, in elements of the accumulator type. None is needed if every requested
+// gradient has the shape of the result. With more memory, more blocks can work on one sum.
+struct SumWorkspace {
+  void* data = nullptr;
+  int64_t size = 0;
+};
+
 }  // namespace jax_fastops
 
-#endif  // JAX_FASTOPS_ELEMENTWISE_BROADCAST_H_
+#endif  // JAX_FASTOPS_CORE_BROADCAST_H_

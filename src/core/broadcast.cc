@@ -1,4 +1,4 @@
-#include "elementwise/broadcast.h"
+#include "core/broadcast.h"
 
 #include <cstddef>
 
@@ -23,6 +23,14 @@ bool BroadcastShape::IsScalar(int array) const {
     if (stride[array][d] != 0) return false;
   }
   return true;
+}
+
+void BroadcastShape::DropMajor() {
+  --rank;
+  for (int d = 0; d < rank; ++d) {
+    size[d] = size[d + 1];
+    for (int a = 0; a < arrays; ++a) stride[a][d] = stride[a][d + 1];
+  }
 }
 
 void RowMajorStrides(std::span<const int64_t> array, ArrayStrides* strides) {
@@ -62,6 +70,19 @@ bool Collapse(std::span<const int64_t> result, const ArrayStrides* strides, int 
     const int at = merges ? last : shape->rank++;
     shape->size[at] = result[i] * (merges ? shape->size[at] : 1);
     for (int a = 0; a < arrays; ++a) shape->stride[a][at] = strides[a].at[i];
+  }
+  return true;
+}
+
+bool WithRows(const BroadcastShape& shape, BroadcastShape* with_rows) {
+  *with_rows = shape;
+  bool steps = false;
+  for (int a = 0; a < shape.arrays; ++a) steps = steps || shape.InnerStride(a) > 1;
+  if (!steps) return true;
+  if (shape.rank == kMaxBroadcastRank) return false;
+  with_rows->size[with_rows->rank++] = 1;
+  for (int a = 0; a < shape.arrays; ++a) {
+    with_rows->stride[a][shape.rank] = shape.IsFull(a) ? 1 : 0;
   }
   return true;
 }
