@@ -95,6 +95,12 @@ def source_line(equation) -> str:
         return ""
 
 
+def bind_params(primitive, params: dict) -> tuple:
+    """The functions and the parameters with which ``bind`` is called for an equation."""
+    bound = primitive.get_bind_params(params)
+    return bound if isinstance(bound, tuple) else ((), bound)  # jax < 0.10 gives both
+
+
 def x64_is_on() -> bool:
     """Whether there are 64-bit types now."""
     return jax.dtypes.canonicalize_dtype(np.float64) == np.float64

@@ -44,7 +44,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
-from jax_fastops.autofuse import RULES, Rule, _pattern, _patterns, _value
+from jax_fastops.autofuse import RULES, Rule, _pattern, _value
 from jax_fastops.autofuse._pattern_rule import PatternRule
 
 
@@ -1412,9 +1412,10 @@ def test_other_moves_of_axes_of_size_1(f):
 def forget():
     """Makes the next use of autofuse the first one of the process."""
     reductions = _pattern.Pattern.reductions
-    for cached in (_pattern._traced, _pattern.compiled, _patterns.by_size, reductions):
+    for cached in (_pattern._traced, _pattern.compiled, reductions):
         cached.cache_clear()
     PatternRule.known.clear()
+    PatternRule.tops.clear()
     _value._rules.clear()
 
 
@@ -1816,6 +1817,7 @@ def test_long_chains(kind):
 )
 def test_what_was_traced_before_does_not_matter(other, f):
     PatternRule.known.clear()
+    PatternRule.tops.clear()
     jaxprs = [jax.make_jaxpr(lambda *x, f=f: fo.autofuse(f)(*x))(X, Y) for f in (other, f)]
     calls = [[e.primitive.name.startswith("fastops") for e in j.jaxpr.eqns] for j in jaxprs]
     assert not any(calls[0]) and any(calls[1]), jaxprs

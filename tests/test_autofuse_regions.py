@@ -71,8 +71,8 @@ def found(f, *args):
     with fo.use_implementation("native"):
         program = jax.make_jaxpr(f)(*args)
         graph = Graph(program.jaxpr, program.consts)
-        plan = Plan(graph, Settings(), program.jaxpr)
-        return regions(graph, plan.rewrites, program.jaxpr)
+        plan = Plan(graph, Settings())
+        return regions(graph, plan.rewrites)
 
 
 # ---- regions and keys ----------------------------------------------------------------------------
@@ -278,8 +278,8 @@ def verdicts_on_cuda(monkeypatch, f, *args):
     with fo.use_implementation("native"):
         program = jax.make_jaxpr(f)(*args)
         graph = Graph(program.jaxpr, program.consts)
-        plan = Plan(graph, Settings(), program.jaxpr)
-    return _decisions.verdicts(graph, program.jaxpr, plan.rewrites, None, False)
+        plan = Plan(graph, Settings())
+    return _decisions.verdicts(graph, plan.rewrites, None, False)
 
 
 # ---- decisions -----------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from jax_fastops.autofuse._regions import PRODUCTS, VIEWS, Region, is_local
+from jax_fastops.autofuse._regions import PRODUCTS, Region, is_local
 from jax_fastops.autofuse._rule import Rewrite
-from jax_fastops.autofuse._value import REDUCTIONS, Node, Value
+from jax_fastops.autofuse._value import REDUCTIONS, VIEWS, Node, Value
 
 _SHORT_ROW = 8192  # elements up to which XLA holds a row in one block
 _SAME = VIEWS - {"convert_element_type", "bitcast_convert_type", "rev", "slice"}

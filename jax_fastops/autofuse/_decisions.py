@@ -72,7 +72,6 @@ def _was_there(folder: Path) -> bool:
 
 def verdicts(
     graph: Graph,
-    template: Any,
     rewrites: Sequence[Rewrite],
     program: Callable[[Rewrite, Chosen], Any],
     tune: bool,
@@ -87,7 +86,7 @@ def verdicts(
     if not stored and platform != "cuda":
         return {}
     taken = Chosen(platform, True, True)
-    found = regions(graph, rewrites, template)
+    found = regions(graph, rewrites)
     known: dict[Region, tuple[Measured, str]] = {}
     if stored:
         known = _measured([r for r in found if not _tune.is_sharded(r)], tune, platform,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 from jax.extend import source_info_util
-from jax.extend.core import Literal
 
 from jax_fastops import _compat, _explain, _implementation
 from jax_fastops.autofuse import _tune
@@ -18,7 +18,7 @@ from jax_fastops.autofuse._attention import AttentionRule
 from jax_fastops.autofuse._decisions import Verdict, verdicts
 from jax_fastops.autofuse._dropout import DropoutRule
 from jax_fastops.autofuse._embedding import EmbeddingRule
-from jax_fastops.autofuse._graph import Graph, is_ref, opened
+from jax_fastops.autofuse._graph import Graph, bind, is_ref, opened
 from jax_fastops.autofuse._heads import HeadsRule
 from jax_fastops.autofuse._linear import LinearLossRule
 from jax_fastops.autofuse._one_hot import OneHotLossRule
@@ -38,7 +38,7 @@ RULES: list[type[Rule]] = [
 class Plan:
     """What is replaced in a program."""
 
-    def __init__(self, graph: Graph, settings: Settings, template: Any = None):
+    def __init__(self, graph: Graph, settings: Settings):
         self.search = Search(RULES, settings.dropout, settings.observe is not None)
         self.rewrites: list[Rewrite] = []
         self.replaced: dict[Value, Rewrite] = {}
@@ -67,17 +67,17 @@ class Plan:
         self.verdicts: dict[Rewrite, Verdict] = {}
         self.why_not_tuned = _tune.why_not() if settings.tune else ""
         if self.rewrites and _implementation.current() == "auto":
-            self._decide(graph, template, settings.tune)
+            self._decide(graph, settings.tune)
         self.reads = {v for rewrite in self.rewrites for v in rewrite.reads}
 
-    def _decide(self, graph: Graph, template: Any, tune: bool) -> None:
+    def _decide(self, graph: Graph, tune: bool) -> None:
         """Decides on the matches by their regions, and leaves those that take no kernel."""
 
         def program(rewrite: Rewrite, chosen: Any) -> Any:
             return self.search.program(rewrite.call, rewrite.reads, chosen=chosen)
 
         of_ops = [rewrite for rewrite in self.rewrites if calls_op(rewrite.call)]
-        self.verdicts = verdicts(graph, template, of_ops, program, tune)
+        self.verdicts = verdicts(graph, of_ops, program, tune)
         for rewrite, (chosen, reason) in self.verdicts.items():
             choices = zip((chosen.forward, chosen.step), takes_kernel(rewrite.call), strict=True)
             if not any(table if choice is None else choice for choice, table in choices):
@@ -172,17 +172,17 @@ class Settings(NamedTuple):
 def fused(jaxpr, constants: Sequence[Any], args: Sequence[Any], settings: Settings) -> list:
     """The results of a program, with the calls of ops in place of patterns."""
     graph = Graph(jaxpr, constants)
-    plan = Plan(graph, settings, jaxpr)
+    plan = Plan(graph, settings)
     if settings.observe is not None:
         settings.observe(plan)
-    return _Run(plan, graph, jaxpr, args, settings).results()
+    return _Run(plan, graph, args, settings).results()
 
 
 class _Run:
     """The evaluation of a program."""
 
-    def __init__(self, plan: Plan, graph: Graph, jaxpr, args: Sequence[Any], settings: Settings):
-        self._plan, self._graph, self._jaxpr, self._settings = plan, graph, jaxpr, settings
+    def __init__(self, plan: Plan, graph: Graph, args: Sequence[Any], settings: Settings):
+        self._plan, self._graph, self._settings = plan, graph, settings
         self._arrays = graph.constants | dict(zip(graph.operands, args, strict=True))
         self._steps: dict[Value, Node] = {}  # that makes a value
         self._copies: dict[Value, Any] = {}  # of results that the op gives twice
@@ -259,7 +259,7 @@ class _Run:
         if isinstance(program, str) or program.in_avals != types or _explain.is_on():
             with _implementation.use_chosen(chosen):
                 return rewrite.call(*given, fanout=twice)
-        return jax.core.eval_jaxpr(program.jaxpr, program.consts, *given)
+        return _inlined(program)(*given)
 
     def _evaluate(self, step: Node) -> None:
         args = [self._read(v) for v in step.operands]
@@ -270,29 +270,26 @@ class _Run:
             else:
                 if _has_bodies(step):
                     equation = _with_fused_bodies(equation, self._settings)
-                results = _bind(self._jaxpr, equation, args)
+                results = bind(equation, args)
         for value, result in zip(step.outputs, results, strict=True):
             if value not in self._plan.replaced:
                 self._arrays[value] = result
 
 
+@functools.lru_cache(1024)
+def _inlined(program: Any) -> Callable[..., list]:
+    """A traced program as a function, whose derivative ``jax.jit`` keeps."""
+    run = functools.partial(jax.core.eval_jaxpr, program.jaxpr, program.consts)
+    return jax.jit(run, inline=True)
+
+
 def _scope(step: Node, own: bool = True):
-    """A context with the names of the scopes of a step. ``_bind`` adds its own ones."""
+    """A context with the names of the scopes of a step. ``bind`` adds its own ones."""
     equations = (*reversed(step.callers), *([step.equation] if own else []))
     stack = source_info_util.current_name_stack()
     for equation in equations:
         stack += equation.source_info.name_stack
     return source_info_util.set_name_stack(stack)
-
-
-def _bind(jaxpr, equation, args) -> list:
-    """Evaluates one equation, with its name stack and source line."""
-    pairs = zip(equation.invars, args, strict=True)
-    variables = {atom: x for atom, x in pairs if not isinstance(atom, Literal)}
-    one = jaxpr.replace(
-        constvars=[], invars=list(variables), outvars=list(equation.outvars), eqns=[equation]
-    )
-    return jax.core.eval_jaxpr(one, [], *variables.values())
 
 
 def _with_fused_bodies(equation, settings: Settings):

@@ -19,7 +19,7 @@ from jax import lax
 
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops.autofuse._pattern import add
-from jax_fastops.autofuse._patterns import log_softmax_by_hand
+from jax_fastops.autofuse._patterns import OF_LOG_SOFTMAX, OF_LOGSUMEXP, log_softmax_by_hand
 from jax_fastops.cross_entropy import cross_entropy, cross_entropy_of_one_hot
 from jax_fastops.linear_cross_entropy import linear_cross_entropy
 
@@ -281,6 +281,14 @@ def _multiplied(x, labels):
     return jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * x, -1)
 
 
+def _summed_or_nan(x, labels):
+    return jnp.where(labels < x.shape[-1], _summed(x, labels), jnp.nan)
+
+
+# The operations that pick the logits at the labels, if these are not only a gather.
+_PICKS = {_summed: "eq", _summed_or_nan: "eq", _multiplied: "eq", _indexed: "gather concatenate"}
+
+
 def _log_sum(x):
     return jax.nn.logsumexp(x, axis=-1)
 
@@ -289,10 +297,14 @@ def _constant_max(x, axis, keepdims=False):
     return lax.stop_gradient(jnp.max(x, axis, keepdims=keepdims))
 
 
-def _loss(form: Callable, losses: Callable, smoothed: Callable | None = None) -> None:
+def _loss(
+    form: Callable, pick: Callable, losses: Callable, smoothed: Callable | None = None,
+    needs: str = OF_LOG_SOFTMAX,
+) -> None:  # fmt: skip
     """Adds a form as it is and negated, with a z-loss, with label smoothing, and with both.
 
-    ``smoothed`` is the mean of the losses of all classes, as the program writes it.
+    ``pick`` is how the form gets the logits at the labels. ``smoothed`` is the mean of the losses
+    of all classes, as the program writes it.
     """
 
     def function(x, labels, share, smooth, z, axis):
@@ -303,19 +315,20 @@ def _loss(form: Callable, losses: Callable, smoothed: Callable | None = None) ->
     variants = [plain, plain | dict(share=-1.0)]  # programs often negate the mean, not each loss
     if smoothed is not None:
         variants += [dict(share=1.0, smooth=0.0), dict(z=0.0), {}]
+    needs += " " + _PICKS.get(pick, "gather")
     for fixed in variants:
         leaves = "x labels share smooth z"
-        add("cross_entropy", function, leaves, LossCall(losses), fixed=fixed, axes="last")
+        add("cross_entropy", function, leaves, LossCall(losses), needs, fixed=fixed, axes="last")
 
 
 def _loss_of_logsumexp(pick: Callable, losses: Callable, smoothed: bool = True) -> None:
     mean = (lambda x: _log_sum(x) - jnp.mean(x, -1)) if smoothed else None
-    _loss(lambda x, labels: _log_sum(x) - pick(x, labels), losses, mean)
+    _loss(lambda x, labels: _log_sum(x) - pick(x, labels), pick, losses, mean, OF_LOGSUMEXP)
 
 
 def _loss_of_log_softmax(function: Callable, pick: Callable, losses: Callable) -> None:
     mean = lambda x: -jnp.mean(function(x), -1)  # noqa: E731
-    _loss(lambda x, labels: -pick(function(x), labels), losses, mean)
+    _loss(lambda x, labels: -pick(function(x), labels), pick, losses, mean)
 
 
 def _loss_of_shifted(top: Callable, pick: Callable, losses: Callable) -> None:
@@ -325,7 +338,7 @@ def _loss_of_shifted(top: Callable, pick: Callable, losses: Callable) -> None:
         x = x - top(x, -1, keepdims=True)
         return jnp.log(jnp.sum(jnp.exp(x), -1)) - pick(x, labels)
 
-    _loss(form, losses)
+    _loss(form, pick, losses)
 
 
 _BY_INDEX = (_indexed, _mapped, _indexed_under_maps)
@@ -343,9 +356,6 @@ for _top in (jnp.max, _constant_max):
     for _pick in (_summed, _multiplied):
         _loss_of_shifted(_top, _pick, _nan_with_inf(functools.partial(_by_sum, top=_top)))
 _loss_of_logsumexp(_summed, _by_sum)
-_loss_of_logsumexp(
-    lambda x, labels: jnp.where(labels < x.shape[-1], _summed(x, labels), jnp.nan),
-    functools.partial(_by_sum, too_large=True),
-)
+_loss_of_logsumexp(_summed_or_nan, functools.partial(_by_sum, too_large=True))
 _loss_of_logsumexp(_multiplied, _nan_with_inf(_by_sum), smoothed=False)
 OF_ONE_HOT = LossCall(_of_one_hot)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,9 @@ class Pattern:
       function: a function of the leaves, and of the keyword ``axis``. If it has several results,
         the call computes them all.
       leaves: the names of the operands, which say what each of them is (``KINDS``).
+      needs: names of operations that each program with the pattern has, as in ``Formula``, so that
+        the pattern is not traced for other programs. All its reductions are among them.
+      over_others: whether its reductions are over all dimensions but the axis.
       call: an op of the leaves as keywords, and of ``axis`` if ``axes`` is ``"each"``.
       fixed: leaves that are numbers. So one function is several patterns: without a bias, which is
         0, or with one. The call takes the free ones of them.
@@ -56,6 +59,8 @@ class Pattern:
     function: Callable[..., Any]
     leaves: tuple[str, ...]
     call: Callable[..., Any]
+    needs: frozenset[str] = frozenset()
+    over_others: bool = False
     fixed: Mapping[str, float] = dataclasses.field(default_factory=dict)
     axes: str = "none"
     sum_of: Callable[..., Any] | None = None
@@ -68,10 +73,8 @@ class Pattern:
     @functools.cache  # noqa: B019
     def reductions(self, rank: int, axis: int) -> frozenset[Any]:
         """Its reductions for arrays of this rank, each with its axes."""
-        others = tuple(i for i in range(rank) if i != axis)
-        of = {"(2,)": (axis,), "(0, 1)": others}
-        needs = (name for name in compiled(self, 3, 2)[0].needs if not isinstance(name, str))
-        return frozenset((name, (("axes", str(of[axes])),)) for name, ((_, axes),) in needs)
+        axes = tuple(i for i in range(rank) if (i != axis) is self.over_others)
+        return frozenset((name, (("axes", str(axes)),)) for name in self.needs & REDUCTIONS)
 
     def count(self, sizes: tuple[int, ...], axis: int) -> int:
         """How many elements its means are over."""
@@ -103,9 +106,10 @@ def _traced(
 
 @functools.cache
 def compiled(
-    pattern: Pattern, rank: int, axis: int, n: int = 0, dtype: Any = jnp.float32, x64: bool = False
-) -> list[Formula]:
-    """The formulas of the results, for arrays of up to eight dimensions.
+    pattern: Pattern, rank: int, axis: int, n: int = 0, dtype: Any = jnp.float32,
+    x64: bool = False, others: bool = False,
+) -> list[Formula]:  # fmt: skip
+    """The formula of the first result or those of the others, for arrays of up to eight dimensions.
 
     ``n`` is how many elements means are over. ``dtype`` is float64 for results of that dtype, so
     that no number is rounded to float32. ``x64`` says whether the program was traced with 64-bit
@@ -114,23 +118,29 @@ def compiled(
     graph = _traced(pattern.function, pattern.leaves, rank, axis, dtype, x64)
     traced = pattern.count(_SIZES[:rank], axis)
     if n and not any(v.number == traced for node in graph.nodes for v in node.inputs):
-        return compiled(pattern, rank, axis, 0, dtype, x64)  # it has no means
+        return compiled(pattern, rank, axis, 0, dtype, x64, others)  # it has no means
+    results = graph.results[1:] if others else graph.results[:1]
     with fixed(x64):  # derivative rules are traced
-        return [Compiler(graph, pattern, traced, n or traced)(value) for value in graph.results]
+        return [Compiler(graph, pattern, traced, n or traced)(value) for value in results]
 
 
-def formulas(pattern: Pattern, dtype: Any, rank: int, axis: int, n: int = 0) -> list[Formula]:
+def formulas(
+    pattern: Pattern, dtype: Any, rank: int, axis: int, n: int = 0, others: bool = False
+) -> list[Formula]:
     """:func:`compiled` for results of a dtype in the program that is searched."""
     wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
-    return compiled(pattern, rank, axis, n, wide, _compat.x64_is_on())
+    return compiled(pattern, rank, axis, n, wide, _compat.x64_is_on(), others)
 
 
 PATTERNS: list[Pattern] = []
 
 
-def add(name: str, function: Callable, leaves: str, call: Callable, **more: Any) -> None:
-    """Adds a pattern. ``leaves`` are names with spaces between."""
-    PATTERNS.append(Pattern(name, function, tuple(leaves.split()), call, **more))
+def add(
+    name: str, function: Callable, leaves: str, call: Callable, needs: str = "", **more: Any
+) -> None:
+    """Adds a pattern. ``leaves`` and ``needs`` are names with spaces between."""
+    operations = frozenset(needs.split())
+    PATTERNS.append(Pattern(name, function, tuple(leaves.split()), call, operations, **more))
 
 
 # ---- formulas ------------------------------------------------------------------------------------
@@ -187,7 +197,7 @@ class Formula:
     Attributes:
       digits: the binary digits of its longest number. A dtype of fewer digits rounds it.
       kind: what is at the top.
-      needs: the names of its operations, and the axes of its reductions.
+      needs: the names of its operations, of roots ``"root"``, without sums and products.
       size: the number of its operations.
     """
 
@@ -195,47 +205,46 @@ class Formula:
     formula: Any
     digits: int
     kind: str
-    needs: frozenset
+    needs: frozenset[str]
     size: int
 
 
-def _parts(formula) -> Iterator:
-    """A formula, and those that it consists of."""
-    yield formula
-    parts: Iterable = ()
+class _Facts(NamedTuple):
+    """What is known of a formula: see :class:`Formula`. ``numbers`` are those that are not free."""
+
+    size: int
+    needs: frozenset[str]
+    numbers: frozenset[float]
+
+
+def _facts(formula: Any, known: dict[int, _Facts]) -> _Facts:
+    """What is known of a formula. ``known`` has this by ids, because formulas share parts."""
+    if (found := known.get(id(formula))) is not None:
+        return found
+    parts: Sequence[Any] = ()
+    needs, numbers = set[str](), set[float]()
     if isinstance(formula, Sum):
-        parts = (f for _, f, _ in formula.terms)
+        parts = [f for _, f, _ in formula.terms]
+        numbers.update((c for c, _, _ in formula.terms), formula.constants)
     elif isinstance(formula, Multiple):
-        parts = (formula.formula,)
+        parts = [formula.formula]
     elif isinstance(formula, Product):
-        parts = (f for f, _, _ in formula.factors)
+        parts = [f for f, _, _ in formula.factors]
+        for f, _, e in formula.factors:
+            if e % 1:  # a program may take a number out of a root
+                needs.add("root")
+                numbers.update(abs(c) ** e for c in _facts(f, known).numbers if c)
     elif isinstance(formula, Apply):
-        parts = (o[0] for o in formula.operands if isinstance(o, tuple))
-    for part in parts:
-        yield from _parts(part)
-
-
-def _needs(formula) -> Iterator:
-    for part in _parts(formula):
-        if isinstance(part, Apply):
-            yield part.name
-            if part.name in REDUCTIONS:
-                yield part.name, part.params
-        if isinstance(part, Product) and any(e % 1 for _, _, e in part.factors):
-            yield "root"
-
-
-def _numbers_of(formula) -> Iterator[float]:
-    """The numbers of a formula, without the free ones."""
-    for part in _parts(formula):
-        if isinstance(part, Sum):
-            yield from (c for c, _, _ in part.terms)
-            yield from part.constants
-        if isinstance(part, Apply):
-            yield from (o if isinstance(o, float) else o[2] for o in part.operands)
-        if isinstance(part, Product):  # a program may take a number out of a root
-            roots = [(f, e) for f, _, e in part.factors if e % 1]
-            yield from (abs(c) ** e for f, e in roots for c in _numbers_of(f) if c)
+        parts = [o[0] for o in formula.operands if isinstance(o, tuple)]
+        numbers.update(o if isinstance(o, float) else o[2] for o in formula.operands)
+        needs.add(formula.name)
+    inner = [_facts(part, known) for part in parts]
+    found = known[id(formula)] = _Facts(
+        1 + sum(one.size for one in inner),
+        frozenset(needs.union(*(one.needs for one in inner))),
+        frozenset(numbers.union(*(one.numbers for one in inner))),
+    )
+    return found
 
 
 def near(a: float, b: float, eps: float) -> bool:
@@ -273,14 +282,15 @@ class Compiler:
         named = zip(graph.operands, pattern.leaves, strict=True)
         self._fixed = {v: pattern.fixed[leaf] for v, leaf in named if leaf in pattern.fixed}
         self._traced, self._n = traced, n
+        self._known: dict[Value, tuple[float, tuple[Any, Map]]] = {}
 
     def __call__(self, value: Value) -> Formula:
         """The formula of a result."""
         factor, (formula, _) = self._compile(value)
-        digits = max(map(_digits, (factor, *_numbers_of(formula))))
+        size, needs, numbers = _facts(formula, {})
+        digits = max(map(_digits, (factor, *numbers)))
         kind = formula.name if isinstance(formula, Apply) else type(formula).__name__
-        size = len(list(_parts(formula))) - 1
-        return Formula(factor, formula, digits, kind, frozenset(_needs(formula)), size)
+        return Formula(factor, formula, digits, kind, needs, size - 1)
 
     def _number(self, value: Value) -> float | None:
         if (source := value.source().value) in self._fixed:
@@ -290,6 +300,11 @@ class Compiler:
 
     def _compile(self, value: Value) -> tuple[float, tuple[Any, Map]]:
         """A factor, a formula, and the map from the value to the formula's dimensions."""
+        if value not in self._known:
+            self._known[value] = self._new(value)
+        return self._known[value]
+
+    def _new(self, value: Value) -> tuple[float, tuple[Any, Map]]:
         if value in self._leaves:
             return 1.0, (Leaf(self._leaves[value]), value.identity)
         if (step := value.view(True)) is not None:

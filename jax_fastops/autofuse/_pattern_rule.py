@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
 from typing import Any, ClassVar
@@ -12,8 +13,14 @@ from jax_fastops.autofuse._dropout import drop_at
 from jax_fastops.autofuse._heads import joined
 from jax_fastops.autofuse._masks import masked
 from jax_fastops.autofuse._match import Matcher, State
-from jax_fastops.autofuse._pattern import KINDS, MAX_RANK, Formula, Pattern, formulas
-from jax_fastops.autofuse._patterns import by_size
+from jax_fastops.autofuse._pattern import (
+    KINDS,
+    MAX_RANK,
+    PATTERNS,
+    Formula,
+    Pattern,
+    formulas,
+)
 from jax_fastops.autofuse._rule import ROW, Miss, Read, Rewrite, Rule
 from jax_fastops.autofuse._value import (
     FUSIBLE,
@@ -91,7 +98,7 @@ def _operations_before(value: Value) -> tuple[set, tuple]:
 
 def _has_operations(formula: Formula, values: Sequence[Value]) -> bool:
     """Whether values have the operations of a formula that are no sums, products and roots."""
-    needs = {name for name in formula.needs if isinstance(name, str)} - {"root"}
+    needs = formula.needs - {"root"}
     return bool(needs) and needs <= {v.node.name for v in values}
 
 
@@ -127,6 +134,8 @@ class PatternRule(Rule):
 
     # What matches after which operations, and whether all patterns were tried.
     known: ClassVar[dict[tuple, tuple[list[tuple[Pattern, int]], bool]]] = {}
+    # A formula of each pattern and rank, along some axis, for means over any number of elements.
+    tops: ClassVar[dict[tuple, Formula]] = {}
 
     def __init__(self, search):
         super().__init__(search)
@@ -134,6 +143,7 @@ class PatternRule(Rule):
         # Interior values of rejected reduction patterns. XLA fuses them; no other pattern may
         # claim them.
         self._with_reductions: set[Value] = set()
+        self._logits: dict[Value, tuple | None] = {}  # the sizes of those before a loss
 
     def match(self, value: Value) -> Rewrite | None:
         source = value.source(narrowing=True).value
@@ -146,7 +156,7 @@ class PatternRule(Rule):
         key = value.shape, value.dtype, _compat.x64_is_on(), *key
         self._tried, whole, match = [], [], None
         for pattern, axis in self._candidates(value, source, around, key):
-            is_whole, match = self._at(pattern, axis, value, around)
+            is_whole, match = self._at(pattern, axis, value)
             if is_whole:
                 whole.append((pattern, axis))
             if match is not None:
@@ -172,13 +182,57 @@ class PatternRule(Rule):
             if all_tried:
                 return
         kinds = _kinds(source)
-        for pattern, kind, needs in by_size():
-            if kind in kinds and needs <= around:
-                for axis in self._axes(pattern, value):
-                    yield pattern, axis
+        found: list[tuple[int, Pattern, Sequence[int]]] = []
+        for pattern in PATTERNS:
+            # Most patterns are left by what they need, before they are traced.
+            axes = self._axes(pattern, value, around) if pattern.needs <= around else ()
+            if axes:
+                first = self._top(pattern, axes[0], value)
+                if first.kind in kinds and first.needs <= around:
+                    found.append((first.size, pattern, axes))
+        found.sort(key=operator.itemgetter(0), reverse=True)
+        for _, pattern, axes in found:
+            for axis in axes:
+                yield pattern, axis
+
+    def _sizes(self, pattern: Pattern, value: Value) -> tuple | None:
+        """The sizes of the operand of a pattern. For a loss, they are those of the logits."""
+        if "labels" not in pattern.leaves:
+            return value.sizes
+        if value not in self._logits:
+            before = (v for v in _before(value, 40) if v.sizes[:-1] == value.sizes)
+            found = (v.sizes for v in before if len(v.long) == len(value.long) + 1)
+            self._logits[value] = next(found, None)
+        return self._logits[value]
+
+    def _top(self, pattern: Pattern, axis: int, value: Value) -> Formula:
+        """A formula of the size and the kind of the first result's one."""
+        key = pattern, len(self._sizes(pattern, value) or ()), _compat.x64_is_on()
+        if key not in self.tops:
+            self.tops[key] = self._formulas(pattern, axis, value)[0]
+        return self.tops[key]
+
+    def _formulas(
+        self, pattern: Pattern, axis: int, value: Value, others: bool = False
+    ) -> list[Formula]:
+        """The formula of the first result, or those of the others."""
+        sizes = self._sizes(pattern, value)
+        assert sizes is not None
+        n = pattern.count(sizes, axis)
+        return formulas(pattern, value.dtype, len(sizes), axis, n, others)
+
+    def _axes(self, pattern: Pattern, value: Value, around: set) -> Sequence[int]:
+        """The axes along which the operations before a value have the pattern's reductions."""
+        sizes = self._sizes(pattern, value)
+        if sizes is None or len(sizes) > MAX_RANK:
+            return ()
+        axes = self._any_axes(pattern, value)
+        if "transpose" in around or not pattern.needs & REDUCTIONS:
+            return axes
+        return [i for i in axes if pattern.reductions(len(sizes), i) <= around]
 
     @staticmethod
-    def _axes(pattern: Pattern, value: Value) -> Sequence[int]:
+    def _any_axes(pattern: Pattern, value: Value) -> Sequence[int]:
         """Axes, as numbers of long dimensions. The axes of a loss are dimensions of its logits."""
         rank = len(value.long)
         if rank < 2 and "batch_norm" in pattern.name:
@@ -197,24 +251,11 @@ class PatternRule(Rule):
         """Notes why a pattern stays. ``part`` is the share of it that the program has."""
         self._tried.append((part, Miss(name, value, reason, seen=frozenset(seen))))
 
-    def _at(
-        self, pattern: Pattern, axis: int, value: Value, around: set
-    ) -> tuple[bool, Rewrite | None]:
+    def _at(self, pattern: Pattern, axis: int, value: Value) -> tuple[bool, Rewrite | None]:
         """Whether the whole pattern is at a value, and the rewrite if it is possible."""
-        loss = "labels" in pattern.leaves
-        sizes: tuple | None = value.sizes
-        if loss:  # the sizes of the logits
-            before = (v for v in _before(value, 40) if v.sizes[:-1] == value.sizes)
-            sizes = next((v.sizes for v in before if len(v.long) == len(value.long) + 1), None)
-        if sizes is None or len(sizes) > MAX_RANK:
-            return False, None
-        reductions = pattern.reductions(len(sizes), axis)
-        if not ("transpose" in around or reductions <= around):
-            return False, None
-        if value in self._with_reductions and not reductions:
+        if value in self._with_reductions and not pattern.needs & REDUCTIONS:
             return True, None  # here, and maybe elsewhere
-        n = pattern.count(sizes, axis)
-        first, *others = formulas(pattern, value.dtype, len(sizes), axis, n)
+        first = self._formulas(pattern, axis, value)[0]
         matcher = Matcher()
         state = matcher(first, value)
         if state is None:
@@ -226,11 +267,9 @@ class PatternRule(Rule):
                 reason = "the formula differs from here on"
                 self._note(pattern.name, at, reason, min(part, 0.99), matcher.seen)
             return False, None
-        return True, self._checked(pattern, axis, value, state, others, sizes if loss else None)
+        return True, self._checked(pattern, axis, value, state)
 
-    def _checked(
-        self, pattern: Pattern, axis: int, root: Value, state: State, others, logits
-    ) -> Rewrite | None:
+    def _checked(self, pattern: Pattern, axis: int, root: Value, state: State) -> Rewrite | None:
         """The rewrite, if nothing else needs what it replaces and the kernel takes the call."""
         inner = frozenset(state.inner)
         for v in inner:
@@ -241,13 +280,13 @@ class PatternRule(Rule):
         outside = [v for v in inner if v is not root and v.is_used_outside(nodes)]
         more = [  # other results, such as the mean and the variance, if they are used
             next((v for v in outside if Matcher()(formula, v, state)), Value(None))
-            for formula in others
+            for formula in self._formulas(pattern, axis, root, others=True)
         ]
         for v in outside:
             counts = v.node.name == "iota"
             if v not in more and v.size >= root.size and not counts:
                 return self._note(pattern.name, v, USED)
-        leaves = self._leaves(pattern, root, state, logits)
+        leaves = self._leaves(pattern, root, state)
         if leaves is None:
             return self._note(pattern.name, root, "an operand has another shape or dtype", 0.99)
         operands, numbers = leaves
@@ -266,18 +305,18 @@ class PatternRule(Rule):
                     self._note(*refused)
                 return rewrite
             refused = refused or (name, root, rewrite)
-        if pattern.reductions(len(root.sizes), axis):
+        if pattern.needs & REDUCTIONS:
             self._with_reductions.update(inner, [root])
         reason = "XLA fuses it with its neighbors" if refused is None else refused[-1]
         return self._note(pattern.name, root, reason)
 
-    @staticmethod
     def _leaves(
-        pattern: Pattern, root: Value, state: State, logits
+        self, pattern: Pattern, root: Value, state: State
     ) -> tuple[_Operands, dict[str, Any]] | None:
         """For each leaf the value to read and what to do with it, and the free numbers."""
         shape, places = root.shape, root.long
-        if logits is not None:
+        is_loss = "labels" in pattern.leaves
+        if is_loss and (logits := self._sizes(pattern, root)) is not None:
             shape, places = (*root.shape, logits[-1]), (*root.long, len(root.shape))
         sizes = {"row": ([1], [0]), "labels": (root.shape, root.long)}
         operands, numbers = {}, {}
@@ -296,7 +335,7 @@ class PatternRule(Rule):
             if (kind in ("row", "labels") or name in ("x", "residual")) and None in view.map:
                 return None
             # The op computes losses of narrow logits in the wider dtype.
-            dtype = root.dtype if kind == "full" and logits is None else None
+            dtype = root.dtype if kind == "full" and not is_loss else None
             operands[name] = _reader(view, *sizes.get(kind, (shape, places)), dtype)
         return operands, numbers
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fastops.autofuse._pattern import PATTERNS, Pattern, add, compiled
+from jax_fastops.autofuse._pattern import add
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
 from jax_fastops.bias_act import ACTIVATIONS, bias_act
 from jax_fastops.gated_act import gated_act
@@ -23,45 +23,58 @@ from jax_fastops.softmax import log_softmax, softmax
 
 # ---- activations ---------------------------------------------------------------------------------
 
-# Other forms of an activation than its function.
-_OTHER_FORMS: dict[str, list[Callable]] = {
+# Forms of an activation, each with the operation that all programs with it have: first that of its
+# function.
+_NEEDS = {
+    **dict(gelu="tanh", gelu_exact="erfc", silu="logistic", quick_gelu="logistic", mish="tanh"),
+    "relu": "custom_jvp_call",
+}
+_OTHER_FORMS: dict[str, list[tuple[Callable, str]]] = {
     "gelu": [
-        lambda x: 0.5 * x * (1 + jnp.tanh((2 / math.pi) ** 0.5 * x * (1 + 0.044715 * x**2))),
-        lambda x: x * lax.logistic((8 / math.pi) ** 0.5 * (x + 0.044715 * x**3)),
+        (
+            lambda x: 0.5 * x * (1 + jnp.tanh((2 / math.pi) ** 0.5 * x * (1 + 0.044715 * x**2))),
+            "tanh",
+        ),
+        (lambda x: x * lax.logistic((8 / math.pi) ** 0.5 * (x + 0.044715 * x**3)), "logistic"),
     ],
     "gelu_exact": [
-        lambda x: x * 0.5 * (1 + lax.erf(x * 0.5**0.5)),
-        lambda x: x * 0.5 * lax.erfc(-x * 0.5**0.5),
-        lambda x: x * jax.scipy.special.ndtr(x),
+        (lambda x: x * 0.5 * (1 + lax.erf(x * 0.5**0.5)), "erf"),
+        (lambda x: x * 0.5 * lax.erfc(-x * 0.5**0.5), "erfc"),
+        (lambda x: x * jax.scipy.special.ndtr(x), "erf erfc"),
     ],
     "silu": [
-        lambda x: x / (1 + jnp.exp(-x)),
-        lambda x: 0.5 * x * (1 + jnp.tanh(0.5 * x)),
+        (lambda x: x / (1 + jnp.exp(-x)), "exp"),
+        (lambda x: 0.5 * x * (1 + jnp.tanh(0.5 * x)), "tanh"),
     ],
 }
 
 
-def _activation(name: Any, function: Callable) -> None:
+def _activation(name: Any, function: Callable, needs: str) -> None:
     def gate(x, up=None):
         return gated_act(x, up, activation=name)
 
     def gated(x, up, axis):
         return function(x) * up
 
-    add(f"{name} * up", gated, "x up", gate)
+    add(f"{name} * up", gated, "x up", gate, needs)
     biased = functools.partial(bias_act, activation=name)
     if name == "relu":
         call, more = relu, dict(sum_of=lambda x, residual: add_relu(x, residual))
     else:
         call, more = functools.partial(biased, bias=None), {}
-    add(name, gated, "x up", call, fixed={"up": 1.0}, biased=biased, **more)
+    add(name, gated, "x up", call, needs, fixed={"up": 1.0}, biased=biased, **more)
 
 
-for _name in ACTIVATIONS:
-    for _function in (ACTIVATIONS[_name], *_OTHER_FORMS.get(_name, ())):
-        _activation(_name, _function)
+for _name, _function in ACTIVATIONS.items():
+    _activation(_name, _function, _NEEDS.get(_name, ""))
+    for _function, _needed in _OTHER_FORMS.get(_name, ()):
+        _activation(_name, _function, _needed)
 
 # ---- softmax -------------------------------------------------------------------------------------
+
+_OF_SOFTMAX = "exp reduce_max reduce_sum"
+OF_LOG_SOFTMAX = _OF_SOFTMAX + " log"
+OF_LOGSUMEXP = OF_LOG_SOFTMAX + " is_finite"
 
 
 def _softmax(x, axis):
@@ -74,27 +87,28 @@ def log_softmax_by_hand(x, axis):
     return x - jnp.log(jnp.sum(jnp.exp(x), axis, keepdims=True))
 
 
-for _form in (
-    lambda x, axis: jax.nn.softmax(x, axis),
-    _softmax,
-    lambda x, axis: jnp.exp(x - jax.nn.logsumexp(x, axis, keepdims=True)),
-    lambda x, axis: jnp.exp(jax.nn.log_softmax(x, axis)),
+for _form, _needed in (
+    (lambda x, axis: jax.nn.softmax(x, axis), _OF_SOFTMAX),
+    (_softmax, _OF_SOFTMAX),
+    (lambda x, axis: jnp.exp(x - jax.nn.logsumexp(x, axis, keepdims=True)), OF_LOGSUMEXP),
+    (lambda x, axis: jnp.exp(jax.nn.log_softmax(x, axis)), OF_LOG_SOFTMAX),
 ):
-    add("softmax", _form, "x", softmax, axes="each", scaled=True, masked=True)
+    add("softmax", _form, "x", softmax, _needed, axes="each", scaled=True, masked=True)
 add(
     "softmax with where",
     lambda x, where, axis: jax.nn.softmax(x, axis, where=where),
     "x where",
     softmax,
+    _OF_SOFTMAX,
     axes="each",
     scaled=True,
 )
-for _form in (
-    lambda x, axis: jax.nn.log_softmax(x, axis),
-    log_softmax_by_hand,
-    lambda x, axis: x - jax.nn.logsumexp(x, axis, keepdims=True),
+for _form, _needed in (
+    (lambda x, axis: jax.nn.log_softmax(x, axis), OF_LOG_SOFTMAX),
+    (log_softmax_by_hand, OF_LOG_SOFTMAX),
+    (lambda x, axis: x - jax.nn.logsumexp(x, axis, keepdims=True), OF_LOGSUMEXP),
 ):
-    add("log_softmax", _form, "x", log_softmax, axes="each", scaled=True)
+    add("log_softmax", _form, "x", log_softmax, _needed, axes="each", scaled=True)
 
 # ---- norms ---------------------------------------------------------------------------------------
 
@@ -106,6 +120,11 @@ def _moments(x, axes, form: str):
     else:
         var = jnp.mean((x - mean) ** 2, axes, keepdims=True)
     return mean, jnp.maximum(var, 0.0) if form.endswith("positive") else var
+
+
+def _needs_of(form: str) -> str:
+    """The operations of a norm, whose variance may be of a form of ``_moments``."""
+    return "reduce_sum root" + " max" * form.endswith("positive")
 
 
 def _affine(x, mean, inverse, scale, bias, order: str):
@@ -137,7 +156,8 @@ def _layer_norm(form: str, order: str) -> None:
         rows = _along(scale, x, axis), _along(bias, x, axis)
         return _affine(x, mean, lax.rsqrt(var + eps), *rows, order)
 
-    _row_norm("layer_norm", function, ("scale", "bias"), layer_norm, residual_layer_norm)
+    parameters, needs = ("scale", "bias"), _needs_of(form)
+    _row_norm("layer_norm", function, parameters, layer_norm, residual_layer_norm, needs)
 
 
 def _rms_norm(wide: bool) -> None:
@@ -146,15 +166,17 @@ def _rms_norm(wide: bool) -> None:
         mean = jnp.broadcast_to(mean, x.shape) if wide else mean
         return x * lax.rsqrt(mean + eps) * _along(scale, x, axis)
 
-    _row_norm("rms_norm", function, ("scale",), rms_norm, residual_rms_norm)
+    _row_norm("rms_norm", function, ("scale",), rms_norm, residual_rms_norm, _needs_of(""))
 
 
 def _row_norm(
-    name: str, function: Callable, parameters: tuple[str, ...], call: Callable, residual: Callable
-) -> None:
+    name: str, function: Callable, parameters: tuple[str, ...], call: Callable, residual: Callable,
+    needs: str,
+) -> None:  # fmt: skip
     more = dict(axes="last", residual=functools.partial(residual, return_sum=True), fanout=True)
+    leaves = " ".join(("x", *parameters, "eps"))
     for fixed in _absences(*parameters):
-        add(name, function, " ".join(("x", *parameters, "eps")), call, fixed=fixed, **more)
+        add(name, function, leaves, call, needs, fixed=fixed, **more)
 
 
 _FORMS = ("two", "fast", "fast positive")
@@ -180,6 +202,7 @@ def _channel_norm(form: str | None, order: str, activation: str | None) -> None:
     op = batch_norm if form else batch_norm_inference
     call = functools.partial(op, scale=None, bias=None, activation=activation)
     leaves = f"x {'' if form else 'mean var'} scale bias residual eps"
+    needs = (_needs_of(form) if form else "root") + " custom_jvp_call" * bool(activation)
     for fixed in _absences("scale", "bias", "residual"):
         parts = name, None if "residual" in fixed else "residual", activation
         add(
@@ -187,6 +210,8 @@ def _channel_norm(form: str | None, order: str, activation: str | None) -> None:
             function,
             leaves,
             call,
+            needs,
+            over_others=True,
             fixed=fixed,
             axes="each",
             fanout=form is not None,
@@ -206,12 +231,3 @@ add(
     "start end weight",
     lerp,
 )
-
-
-@functools.cache
-def by_size() -> list[tuple[Pattern, str, frozenset[str]]]:
-    """All patterns, the largest first, with what is at the top and the operations for any axis."""
-    patterns = sorted(PATTERNS, key=lambda p: compiled(p, 3, 2)[0].size, reverse=True)
-    tops = [compiled(pattern, 3, 2)[0] for pattern in patterns]
-    names = (frozenset(n for n in top.needs if isinstance(n, str)) for top in tops)
-    return list(zip(patterns, (top.kind for top in tops), names, strict=True))

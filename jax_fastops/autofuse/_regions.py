@@ -25,23 +25,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
 from jax_fastops import _compat
-from jax_fastops.autofuse._graph import Graph, opened
+from jax_fastops.autofuse._graph import Graph, bind, opened
 from jax_fastops.autofuse._rule import Rewrite
-from jax_fastops.autofuse._value import FUSIBLE, NO_EQUATION, REDUCTIONS, Node, Value
+from jax_fastops.autofuse._value import LOCAL, NO_EQUATION, Node, Value
 
-VIEWS = {
-    *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "slice", "rev", "copy", "copy_p"),
-    *("convert_element_type", "pvary", "pcast", "bitcast_convert_type"),
-}
-LOCAL = FUSIBLE.union(
-    REDUCTIONS,
-    VIEWS,
-    ("transpose", "concatenate", "split", "pad", "iota", "reduce_prod", "argmax", "argmin"),
-    ("reduce_precision", "name"),
-    ("exp2", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "erf_inv", "cbrt"),
-    ("round", "floor", "ceil", "rem", "nextafter", "xor", "population_count"),
-    ("shift_left", "shift_right_logical", "shift_right_arithmetic"),
-)
 # A match with one of these keeps whole arrays that the op does not. It is a region of its own.
 PRODUCTS = {"dot_general", "conv_general_dilated", "scan", "while", "cond"}
 _VARYING = {"pvary", "pcast"}  # they compute nothing
@@ -81,14 +68,13 @@ class Region:
       inputs: the values that it reads.
       outputs: the values that others read.
       differentiable: for each input, whether it has a gradient.
-      template: the program, of which single equations are evaluated.
     """
 
     def __init__(
-        self, nodes: list[Node], rewrites: list[Rewrite], inner: set[Node], graph: Graph,
-        differentiable: set[Value], template: Any,
+        self, nodes: list[Node], rewrites: list[Rewrite], inner: set[Node],
+        differentiable: set[Value],
     ):  # fmt: skip
-        self.nodes, self.rewrites, self.inner, self.template = nodes, rewrites, inner, template
+        self.nodes, self.rewrites, self.inner = nodes, rewrites, inner
         self.replaced = {v: r for r in rewrites for v in r.results}
         own = {v for node in nodes for v in node.outputs}
         inside = set(nodes)
@@ -179,7 +165,7 @@ class Region:
             def evaluate(node: Node) -> None:
                 wall = not is_local(node)
                 given = [read(v, wall) for v in node.operands]
-                results = given if node.name in _VARYING else self._bound(node.equation, given)
+                results = given if node.name in _VARYING else bind(node.equation, given)
                 for value, y in zip(node.outputs, results, strict=True):
                     arrays.setdefault(value, y)
 
@@ -191,14 +177,6 @@ class Region:
             return [read(v) for v in self.outputs]
 
         return run
-
-    def _bound(self, equation, args) -> list:
-        pairs = zip(equation.invars, args, strict=True)
-        variables = {atom: x for atom, x in pairs if not isinstance(atom, Literal)}
-        one = self.template.replace(
-            constvars=[], invars=list(variables), outvars=list(equation.outvars), eqns=[equation]
-        )
-        return jax.core.eval_jaxpr(one, [], *variables.values())
 
 
 KEPT = "fastops_region"  # the name of what a wall reads
@@ -269,14 +247,14 @@ def differentiable(graph: Graph) -> set[Value]:
     return found
 
 
-def regions(graph: Graph, rewrites: Sequence[Rewrite], template: Any) -> list[Region]:
+def regions(graph: Graph, rewrites: Sequence[Rewrite]) -> list[Region]:
     """The regions of these matches. A match may be in none: where no function is a region."""
-    return list(_Regions(graph, rewrites, template).found())
+    return list(_Regions(graph, rewrites).found())
 
 
 class _Regions:
-    def __init__(self, graph: Graph, rewrites: Sequence[Rewrite], template: Any):
-        self._graph, self._template = graph, template
+    def __init__(self, graph: Graph, rewrites: Sequence[Rewrite]):
+        self._graph = graph
         self._positions = {node: i for i, node in enumerate(graph.nodes)}
         self._local = {node: is_local(node) for node in graph.nodes}
         self._levels: dict[Node, int] = {}
@@ -312,7 +290,7 @@ class _Regions:
             order = sorted(nodes, key=self._positions.__getitem__)
             inner = set().union(*(self._inner[r] for r in matches))
             chosen = [r for r in self._inner if r in matches]
-            region = Region(order, chosen, inner, self._graph, gradients, self._template)
+            region = Region(order, chosen, inner, gradients)
             if region.outputs and all(v.is_static and v.is_array for v in region.inputs):
                 yield region
 

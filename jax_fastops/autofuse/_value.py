@@ -31,11 +31,24 @@ ELEMENTWISE = {
     *("exp", "log", "tanh", "erf", "erfc", "logistic", "max", "min", "abs", "is_finite", "sign"),
     *("select_n", "stop_gradient", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"),
 }
-# XLA fuses these with each other.
 FUSIBLE = ELEMENTWISE | {
     *("add", "add_any", "sub", "mul", "div", "neg", "square", "sqrt", "rsqrt", "integer_pow"),
     *("pow", "convert_element_type", "broadcast_in_dim", "clamp", "sin", "cos", "log1p", "expm1"),
 }
+VIEWS = {
+    *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "slice", "rev", "copy", "copy_p"),
+    *("convert_element_type", "pvary", "pcast", "bitcast_convert_type"),
+}
+# XLA fuses these with each other.
+LOCAL = FUSIBLE.union(
+    REDUCTIONS,
+    VIEWS,
+    ("transpose", "concatenate", "split", "pad", "iota", "reduce_prod", "argmax", "argmin"),
+    ("reduce_precision", "name"),
+    ("exp2", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "erf_inv", "cbrt"),
+    ("round", "floor", "ceil", "rem", "nextafter", "xor", "population_count"),
+    ("shift_left", "shift_right_logical", "shift_right_arithmetic"),
+)
 # They do not change the values.
 _IGNORED_PARAMS = {
     *("accuracy", "sharding", "out_sharding", "weak_type", "new_dtype"),
@@ -540,9 +553,9 @@ def _derivative_rule(node: Node) -> str:
 
 def _traced_rule(node: Node) -> str:
     def call(*args):
-        bound = node.equation.primitive.get_bind_params(node.params)
-        subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
-        return node.equation.primitive.bind(*subfuns, *args, **params)
+        primitive = node.equation.primitive
+        subfunctions, params = _compat.bind_params(primitive, node.params)
+        return primitive.bind(*subfunctions, *args, **params)
 
     x = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in node.inputs]
     try:
