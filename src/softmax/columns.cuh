@@ -3,9 +3,10 @@
 // A block takes a tile: a few adjacent units of inner elements, usually at least 64 bytes, by all
 // of n, which is distributed over lanes. A thread stays in one column of units and has a maximum
 // and a sum for each element of the unit. A tile that fits into shared memory is copied there
-// asynchronously and all at once, and the passes read it from there. As in BlockKernel, a thread
-// accesses only what it has copied itself. Larger tiles are read twice, and their sums are rescaled
-// when a maximum rises. If there are few such tiles, several blocks share a tile, in two launches.
+// asynchronously and all at once, and the passes read it from there. As in SharedRowsKernel, a
+// thread accesses only what it has copied itself. Larger tiles are read twice, and their sums are
+// rescaled when a maximum rises. If there are few such tiles, several blocks share a tile, in two
+// launches.
 //
 // With units of one element the kernel takes any array, also rows along the minor axis. It is the
 // only kernel for float64.

@@ -77,7 +77,6 @@ struct Call {
   SoftmaxMask mask;  // no data: none
   int itemsize;
   bool grad;
-  bool log;
   bool dropout = false;
   // The addresses of the arrays. `b` is that of `a` in a forward.
   uint64_t a;

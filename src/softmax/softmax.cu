@@ -46,7 +46,6 @@ cudaError_t PlanAndRun(const SoftmaxArguments& call, cudaStream_t stream) {
                         .mask = mask,
                         .itemsize = static_cast<int>(DTypeSize(call.dtype)),
                         .grad = kGrad,
-                        .log = op.log,
                         .dropout = dropout,
                         .a = address(a),
                         .b = address(b),
