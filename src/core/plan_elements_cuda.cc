@@ -9,7 +9,7 @@ namespace jax_fastops::cuda {
 namespace {
 
 constexpr int64_t kTripsOfKernel = 4;
-constexpr int64_t kMost = int64_t{1} << 31;  // of what 31 bits count
+constexpr int64_t kMaxIndex = int64_t{1} << 31;  // of what 31 bits count
 
 int OuterRank(const BroadcastShape& shape) { return std::max(shape.rank - 1, 0); }
 
@@ -138,7 +138,7 @@ PassPlan PlanPass(const RowsSplit& split, SumLayout* sums, int count, const Pass
   PassPlan plan;
   const int64_t unit = limits.unit, rows = split.rows.length;
   plan.planes = split.planes.length;
-  if (rows >= kMost || plan.planes >= kMost || split.n < unit) return plan;
+  if (rows >= kMaxIndex || plan.planes >= kMaxIndex || split.n < unit) return plan;
 
   // ---- how rows lie in words
   // The first elements of all rows are a multiple of `gap` elements after a word begins.
@@ -196,13 +196,13 @@ PassPlan PlanPass(const RowsSplit& split, SumLayout* sums, int count, const Pass
                                                   : plan.blocks_of_plane();
       sum.direct = sum.parts == 1 && sum.keeps_planes;
       const int64_t partial = sum.Partial(split);
-      if (unit > 1 && partial >= kMost) return plan;  // offsets of 32 bits
+      if (unit > 1 && partial >= kMaxIndex) return plan;  // offsets of 32 bits
       used += partial;
     }
     if (used <= limits.workspace) break;
     if (plan.boxes == 1) return plan;
   }
-  plan.valid = plan.blocks() < kMost;
+  plan.valid = plan.blocks() < kMaxIndex;
   return plan;
 }
 
