@@ -1,8 +1,11 @@
-"""`autofuse`: what a trace costs, and what patterns declare so that few of them are traced."""
+"""`autofuse`: what patterns declare so that few are traced, derivatives that are traced once, and
+norms that are nearly ours or of a sum that nothing else needs."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+import jax_fastops as fo
 from jax_fastops.autofuse import PATTERNS, _pattern
 from jax_fastops.autofuse._value import REDUCTIONS
 
@@ -25,3 +28,43 @@ def test_patterns_have_what_they_say_that_they_need(rank):
             assert found >= pattern.reductions(rank, axis)
             if not pattern.fixed:
                 assert found == pattern.reductions(rank, axis)
+
+
+def layer_norm(x):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-6)
+
+
+def test_the_sum_before_a_norm_is_a_result_only_if_it_is_needed():
+    x = jnp.ones((4, 64))
+    with fo.use_implementation("native"):
+        for f, count in (
+            (lambda a, b: layer_norm(a + b), 1),
+            (lambda a, b: (layer_norm(a + b), a + b), 1),  # another sum
+            (lambda a, b: (lambda total: (layer_norm(total), total))(a + b), 2),
+        ):
+            program = jax.make_jaxpr(fo.autofuse(f))(x, x)
+            (call,) = (e for e in program.eqns if e.primitive.name.startswith("fastops"))
+            assert call.primitive.name == "fastops_residual_layer_norm"
+            assert len(call.outvars) == count
+
+
+def l2(x):
+    return (x * x).sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x * jax.lax.rsqrt(l2(x)),
+        lambda x: x * jax.lax.rsqrt(l2(x) + 1e-6),
+        lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True),
+        lambda x: x / jnp.maximum(jnp.sqrt(l2(x)), 1e-6),
+    ],
+)
+def test_an_l2_norm_is_not_nearly_an_rms_norm(f):
+    with fo.use_implementation("native"):
+        report = fo.autofuse.report(f)(jnp.ones((4, 64)))
+        assert not report.replaced and not report.missed
+        nearly = fo.autofuse.report(lambda x: x * jax.lax.rsqrt(l2(x) / 63))(jnp.ones((4, 64)))
+    assert [m.pattern for m in nearly.missed] == ["rms_norm"]

@@ -5,7 +5,8 @@ measured as a forward without a gradient and as a training step with its optimiz
 
 ``plain``     as it is
 ``autofuse``  with ``autofuse`` around the loss, or around the package's own step
-``tune``      with ``autofuse(tune=True)``, by ``--tune``
+``tune``      with ``autofuse(tune=True)``, by ``--tune``. ``tune_regions`` has the regions that no
+              program before has: seconds of each phase, plain and with kernels
 
 The contenders of a program run in turns, in random order. There are two measurements, the second
 one after the other programs of the same group. A program whose compiled text has no kernel of this
@@ -27,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -116,15 +118,15 @@ def fuses(program: Program, tune: bool) -> dict[str, Callable]:
 
 
 @contextlib.contextmanager
-def _cache(contender: str) -> Iterator[None]:
-    """A cache of measurements that only this contender reads."""
+def _cache(contender: str) -> Iterator[Path]:
+    """The folder of a cache of measurements that only this contender reads."""
     decisions = importlib.import_module("jax_fastops.autofuse._decisions")
     folder = os.path.join(tempfile.gettempdir(), f"fastops-others-{os.getpid()}-{contender}")
     before = os.environ.get("JAX_FASTOPS_CACHE")
     os.environ["JAX_FASTOPS_CACHE"] = folder
     decisions.clear()
     try:
-        yield
+        yield Path(folder)
     finally:
         decisions.clear()
         os.environ.pop("JAX_FASTOPS_CACHE")
@@ -230,8 +232,11 @@ def measure(names: Sequence[str], options: Any) -> Iterator[dict]:
         for name, one in each() if options.tune else ():
             with errors(name):
                 begin = time.perf_counter()
-                with _cache("tune"):
+                with _cache("tune") as folder:
+                    known = set(folder.glob("*.json"))
                     one.lower("tune", fuses(one.program, True)["tune"], pool, wait=True)
+                    new = set(folder.glob("*.json")) - known
+                    one.row["tune_regions"] = [json.loads(p.read_text()) for p in sorted(new)]
                 one.row["tune_s"] = time.perf_counter() - begin
     for _ in range(2):
         for name, one in each():

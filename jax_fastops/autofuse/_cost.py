@@ -212,7 +212,7 @@ class _Model:
             kept = [_Array(root.size // 8)]  # bits
         elif call.name.endswith("dropout"):
             kept = []
-        if not (call.name.startswith("add + ") or len(call.results) > 1):
+        if not ("add + " in call.name or len(call.results) > 1):
             shared = shared[:0]
         reads = cotangents + kept
         if "batch_norm" in call.name:

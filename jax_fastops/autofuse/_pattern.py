@@ -46,8 +46,8 @@ class Pattern:
         0, or with one. The call takes the free ones of them.
       axes: the axes to try: ``"last"``, ``"each"``, or ``"none"`` if the pattern has no axis.
       sum_of: the op if ``x`` is the sum of two arrays ``x`` and ``residual``.
-      residual: as ``sum_of``, but it also returns the sum, and may take a dropout of ``x`` and a
-        row ``input_bias``.
+      residual: as ``sum_of``, but it also returns the sum, with ``return_sum``, and may take a
+        dropout of ``x`` and a row ``input_bias``.
       biased: the op if ``x`` is the sum of an array and a row ``bias``.
       scaled: whether the call takes a factor of ``x`` as ``scale``.
       masked: whether the call takes a mask of ``x`` as ``where``.

@@ -102,6 +102,13 @@ def _has_operations(formula: Formula, values: Sequence[Value]) -> bool:
     return bool(needs) and needs <= {v.node.name for v in values}
 
 
+def _has_means(value: Value) -> bool:
+    """Whether a sum before a value is multiplied with a number. In an L2 norm, none is."""
+    multiples = (v.multiple for v in _before(value, 120) if v.is_floating)
+    sums = (m[1].source(narrowing=True).value for m in multiples if m is not None)
+    return any(v.node.name == "reduce_sum" for v in sums)
+
+
 # ---- what a pattern reads ------------------------------------------------------------------------
 
 _Operands = dict[str, tuple[Value, Read]]
@@ -261,7 +268,8 @@ class PatternRule(Rule):
         if state is None:
             part = len(set(matcher.seen)) / (1 + first.size)
             # Sums and products that are nearly a lerp are everywhere.
-            if part > 0.7 and first.size > 5 and _has_operations(first, matcher.seen):
+            near = part > 0.7 and first.size > 5 and _has_operations(first, matcher.seen)
+            if near and (not {"root", "reduce_sum"} <= pattern.needs or _has_means(value)):
                 stopped = matcher.stopped
                 at = value if stopped is None or stopped.node is NO_EQUATION else stopped
                 reason = "the formula differs from here on"
@@ -389,12 +397,13 @@ class PatternRule(Rule):
             reason = USED if same else f"the sum is {a.dtype}, the result {root.dtype}"
             self._note("add + " + pattern.name, total, reason)
             return
-        more = [] if pattern.sum_of else [total]
+        more, summed = ([], {}) if only else ([total], {"return_sum": True})
         for one, other in ((a, b), (b, a)) if pattern.residual else ():
             if not one.is_used_outside(nodes | {total.node}):
                 for before, own, options in self._before_sum(one):
-                    yield f"{before}add + ", op, {**own, "residual": other, **rest}, more, options
-        yield "add + ", op, {"x": a, "residual": b, **rest}, more, {}
+                    reads = {**own, "residual": other, **rest}
+                    yield f"{before}add + ", op, reads, more, options | summed
+        yield "add + ", op, {"x": a, "residual": b, **rest}, more, summed
 
     def _before_sum(self, value: Value) -> Iterator[tuple[str, dict, dict]]:
         """What a norm takes with an array that it adds to the residual: a dropout and a bias."""

@@ -173,7 +173,7 @@ def _row_norm(
     name: str, function: Callable, parameters: tuple[str, ...], call: Callable, residual: Callable,
     needs: str,
 ) -> None:  # fmt: skip
-    more = dict(axes="last", residual=functools.partial(residual, return_sum=True), fanout=True)
+    more = dict(axes="last", residual=residual, fanout=True)
     leaves = " ".join(("x", *parameters, "eps"))
     for fixed in _absences(*parameters):
         add(name, function, leaves, call, needs, fixed=fixed, **more)

@@ -281,7 +281,7 @@ class _Regions:
                 continue
             matches, nodes = self._grown(rewrite, walled)
             done |= matches
-            if nodes is None or len(nodes) > _MOST or not self._taken.isdisjoint(nodes):
+            if len(nodes) > _MOST or not self._taken.isdisjoint(nodes):
                 continue
             nodes |= self._before(nodes)
             if len(nodes) > _MOST or not self._is_function(nodes):
@@ -294,7 +294,7 @@ class _Regions:
             if region.outputs and all(v.is_static and v.is_array for v in region.inputs):
                 yield region
 
-    def _grown(self, rewrite: Rewrite, walled: set[Rewrite]) -> tuple[set[Rewrite], set | None]:
+    def _grown(self, rewrite: Rewrite, walled: set[Rewrite]) -> tuple[set[Rewrite], set[Node]]:
         """The matches and the equations that are connected with a match by local equations."""
         matches: set[Rewrite] = set()
         nodes: set[Node] = set()
@@ -307,12 +307,12 @@ class _Regions:
                 left.extend(self._inner[match])
 
         add(rewrite)
+        inner = None
         if rewrite in walled:  # with what follows the result, if there is no other match
             for node in list(left):
                 for other in self._owners[node]:
                     add(other)
-            after = self._component(rewrite.root.node, nodes)
-            return matches, nodes | after
+            inner, left[:] = set(nodes), [rewrite.root.node]
         while left and len(nodes) <= _MOST:
             node = left.pop()
             for near in _neighbors(node):
@@ -322,6 +322,8 @@ class _Regions:
                 if not owners:
                     nodes.add(near)
                     left.append(near)
+                elif inner is not None:
+                    return matches, inner
                 elif walled.isdisjoint(owners):
                     for match in owners:
                         add(match)
@@ -330,20 +332,6 @@ class _Regions:
     def _is_near(self, node: Node, other: Node) -> bool:
         same = self._levels[node] == self._levels[other]
         return same and self._local[other] and other not in self._taken
-
-    def _component(self, root: Node, inner: set[Node]) -> set[Node]:
-        found: set[Node] = set()
-        left = [root]
-        while left and len(found) <= _MOST:
-            node = left.pop()
-            for near in _neighbors(node):
-                if near in inner or near in found or not self._is_near(node, near):
-                    continue
-                if near in self._owners:
-                    return set()
-                found.add(near)
-                left.append(near)
-        return found
 
     def _before(self, nodes: set[Node]) -> set[Node]:
         """The local equations before whose results nothing else reads."""
