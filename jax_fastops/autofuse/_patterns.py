@@ -24,11 +24,8 @@ from jax_fastops.softmax import log_softmax, softmax
 # ---- activations ---------------------------------------------------------------------------------
 
 # Forms of an activation, each with the operation that all programs with it have: first that of its
-# function.
-_NEEDS = {
-    **dict(gelu="tanh", gelu_exact="erfc", silu="logistic", quick_gelu="logistic", mish="tanh"),
-    "relu": "custom_jvp_call",
-}
+# function. Activations that are not named here are traced for every program.
+_NEEDS = dict(gelu="tanh", gelu_exact="erfc", silu="logistic", relu="custom_jvp_call")
 _OTHER_FORMS: dict[str, list[tuple[Callable, str]]] = {
     "gelu": [
         (
