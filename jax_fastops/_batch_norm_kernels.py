@@ -68,7 +68,7 @@ GRADIENT_KERNEL = _declare(
 )
 
 
-class _Groups:
+class _View:
     """The kernels' view of an array ``[..., o, c, i]``: groups, whose sums one all-reduce merges.
 
     Under ``vmap``, each example whose mask is not a whole number of bytes is a group.
@@ -132,14 +132,14 @@ class _Groups:
 
 
 def statistics(x):
-    groups = _Groups(x)
+    groups = _View(x)
     result = groups.call(STATISTICS_KERNEL, dict(x=x), {})
     return groups.merge(result.mean, result.var)
 
 
 def _normalise(x, statistics, scale, bias, residual, *, eps, relu, save):
     """Result, statistics and mask. ``statistics=None`` means those of ``x``, which is one group."""
-    groups = _Groups(x, relu)
+    groups = _View(x, relu)
     result = groups.call(
         FORWARD_KERNEL if statistics is None else APPLY_KERNEL,
         dict(x=x, residual=residual),
@@ -155,7 +155,7 @@ def _normalise(x, statistics, scale, bias, residual, *, eps, relu, save):
 
 def _sums(x, dys, mask, mean, var, scale, eps, given_statistics=False, dresidual=False):
     """The averages of g and of ``g * (x - mean)``; with given statistics dx; g if requested."""
-    groups = _Groups(x, mask is not None)
+    groups = _View(x, mask is not None)
     dy, *dy2 = dys
     result = groups.call(
         SUMS_KERNEL,
@@ -171,14 +171,14 @@ def _sums(x, dys, mask, mean, var, scale, eps, given_statistics=False, dresidual
 
 def _gradient(kernel: Kernel, x, dy, mask, *, eps, **values):
     """dx, and the averages if the kernel computes these, too."""
-    groups = _Groups(x, mask is not None)
+    groups = _View(x, mask is not None)
     result = groups.call(kernel, dict(x=x, dy=dy, mask=mask), values, eps=eps)
     return groups.join(result.dx), getattr(result, "sums", None)
 
 
 def training_forward(x, scale, bias, residual, *, eps, relu, fanout, save=False):
     # The statistics of several groups are merged before they are applied.
-    given = statistics(x) if _Groups(x, relu).lead else None
+    given = statistics(x) if _View(x, relu).lead else None
     y, mean, var, *mask = _normalise(x, given, scale, bias, residual, eps=eps, relu=relu, save=save)
     return *twice_if(fanout, y), mean, var, *mask
 
@@ -199,7 +199,7 @@ def training_gradients(residuals, cts, needs_grad, *, eps, relu, fanout):
     values = dict(mean=mean, var=var, scale=scale, dmean=dmean / n, dvar=dvar / n)
     # If several results need g, the first pass writes it and the second pass reads it.
     write = (fanout and (needs_grad[0] or needs_grad[-1])) or (relu and needs_grad[-1])
-    if needs_grad[0] and not write and not _Groups(x, relu).lead:
+    if needs_grad[0] and not write and not _View(x, relu).lead:
         # One group. The sums of several groups must be merged before dx is computed.
         dx, sums = _gradient(GRADIENT_KERNEL, x, dys[0], mask, eps=eps, **values)
         return dx, *parameter_gradients(sums, n, var, eps), dys[0]

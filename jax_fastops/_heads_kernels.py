@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -11,9 +12,12 @@ from jax_fastops._dispatch import Refused
 from jax_fastops._heads_reference import sum_rows
 from jax_fastops._kernel import Kernel
 from jax_fastops._native import limit
-from jax_fastops._shards import SUM_ROWS, grouped, rows_of_sums, total
-from jax_fastops._views import merge, split_last
+from jax_fastops._shards import shards_of, total
+from jax_fastops._views import explicit_spec, merge, split, split_last
 
+# The approximate number of rows in one partial sum of the bias gradient. Fewer rows mean more
+# traffic for the sums. More rows leave too few thread blocks when the batch is small.
+_SUM_ROWS = 128
 # For a shorter sequence, moving the partial sums costs more than reading the cotangents again.
 _FEWEST_ROWS = 3
 
@@ -89,10 +93,33 @@ def split_backward(residuals, cts, needs_grad, *, num_heads: int, parts: int):
     if not needs_grad[1] or sequence < _FEWEST_ROWS:
         dx = MERGE(*cts, f=features).x
         return dx, sum_rows(dx) if needs_grad[1] else None
-    rows = rows_of_sums(cts[0], -2)
-    parts = (grouped(ct, ct.ndim - 2, rows) for ct in cts)
-    dx, sums = _MERGE_AND_SUM(*parts, f=features, p=-(-rows // SUM_ROWS))
+    rows = _rows_of_sums(cts[0], -2)
+    grouped = (_grouped(ct, ct.ndim - 2, rows) for ct in cts)
+    dx, sums = _MERGE_AND_SUM(*grouped, f=features, p=-(-rows // _SUM_ROWS))
     return merge(dx, dx.ndim - 3), total(sums)
+
+
+def _rows_of_sums(ct, axis: int) -> int:
+    """The rows in a group of a cotangent, whose sequence is ``axis``."""
+    kind = jax.typeof(ct).sharding
+    spec = explicit_spec(kind, ct.ndim)
+    sequence = ct.shape[axis]
+    return group_rows(sequence // shards_of(sequence, spec and spec[axis], kind, 32))
+
+
+def _grouped(x, axis: int, rows: int):
+    """The sequence as two dimensions: groups, and the rows of a group."""
+    return split(x, axis, (x.shape[axis] // rows, rows))
+
+
+def group_rows(sequence: int) -> int:
+    """The number of rows in a group, which no shard boundary may cut.
+
+    The largest divisor of the (local) sequence up to ``_SUM_ROWS``. If that is small, the whole
+    sequence is one group.
+    """
+    largest = max(n for n in range(1, min(sequence, _SUM_ROWS) + 1) if sequence % n == 0)
+    return largest if 4 * largest >= _SUM_ROWS else sequence
 
 
 def rotary_forward(x, *arrays, heads: int, kv_heads: int, size: int, **options):
@@ -112,10 +139,10 @@ def rotary_backward(residuals, cts, needs_grad, *, heads, kv_heads, size, **opti
     q_sums, k_sums = (-(-n // per_sum) for n in (heads, kv_heads))
     sizes: dict[str, Any] = dict(h=heads, n=kv_heads, d=size, f=(heads + 2 * kv_heads) * size)
     if summing := bool(needs_bias or any(needs_scales)):
-        rows = rows_of_sums(cts[0], axis)
-        cts = [grouped(ct, ct.ndim + axis, rows) for ct in cts]
-        x, turns = (None if a is None else grouped(a, a.ndim - 2, rows) for a in (x, turns))
-        run = SUM_ROWS if needs_bias else SUM_ROWS // 2  # the sums of scales are small
+        rows = _rows_of_sums(cts[0], axis)
+        cts = [_grouped(ct, ct.ndim + axis, rows) for ct in cts]
+        x, turns = (None if a is None else _grouped(a, a.ndim - 2, rows) for a in (x, turns))
+        run = _SUM_ROWS if needs_bias else _SUM_ROWS // 2  # the sums of scales are small
         sizes |= dict(p=-(-rows // run), m=(q_sums + k_sums) * size)
         sizes |= dict(bias_sums=needs_bias, scale_sums=any(needs_scales))
     parameters = bias, q_scale, k_scale

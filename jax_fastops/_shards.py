@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AxisType
 
 from jax_fastops._kernel import partitions
-from jax_fastops._views import explicit_spec, parts_of, reshape, spec_of, split
+from jax_fastops._views import parts_of, reshape, spec_of
 
 
 def shards_of(length, axis, sharding, shortest: int) -> int:
@@ -45,11 +45,6 @@ def groups_of(lead, spec: tuple | None, sharding) -> tuple:
     return (*lead[:-1], shards_of(lead[-1], spec and spec[len(lead) - 1], sharding, 1))
 
 
-# The approximate number of rows in one partial sum of the bias gradient. Fewer rows mean more
-# traffic for the sums. More rows leave too few thread blocks when the batch is small.
-SUM_ROWS = 128
-
-
 class Groups:
     """Groups of the indices of the first ``count`` dimensions of ``x``, which are summed by group.
 
@@ -72,31 +67,8 @@ class Groups:
         return None if self._spec is None else (*self._spec[: len(self.lead)], *own)
 
     def split(self, a, *own):
-        """An array of all indices, in the shape of groups and its own dimensions."""
+        """``a``, whose first dimensions are those of ``x``, as groups and dimensions ``own``."""
         return reshape(a, (*self.lead, *own), self.spec(*(None for _ in own)))
-
-
-def rows_of_sums(ct, axis: int) -> int:
-    """The rows in a group of a cotangent, whose sequence is ``axis``."""
-    kind = jax.typeof(ct).sharding
-    spec = explicit_spec(kind, ct.ndim)
-    sequence = ct.shape[axis]
-    return group_rows(sequence // shards_of(sequence, spec and spec[axis], kind, 32))
-
-
-def grouped(x, axis: int, rows: int):
-    """The sequence as two dimensions: groups, and the rows of a group."""
-    return split(x, axis, (x.shape[axis] // rows, rows))
-
-
-def group_rows(sequence: int) -> int:
-    """The number of rows in a group, which no shard boundary may cut.
-
-    The largest divisor of the (local) sequence up to ``SUM_ROWS``. If that is small, the whole
-    sequence is one group.
-    """
-    largest = max(n for n in range(1, min(sequence, SUM_ROWS) + 1) if sequence % n == 0)
-    return largest if 4 * largest >= SUM_ROWS else sequence
 
 
 def total(sums):

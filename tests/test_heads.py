@@ -27,7 +27,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
-from jax_fastops._shards import group_rows
+from jax_fastops._heads_kernels import group_rows
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("native")]
 

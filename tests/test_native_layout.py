@@ -91,44 +91,38 @@ def test_lengths(path):
 # What moves and adds is core; what is computed is the family. Patterns of what moves and adds; a
 # planner of rows is a file by its name.
 CONCEPTS = {
-    "shuffle": r"__(shfl|any|all|ballot|reduce|match)_\w+|\b(Exchange|FromLane)\(",
-    "barrier": r"__sync(threads|warp)|\bbarrier\.|\bthis_(cluster|grid)\(|::Sync\(|\bBarrier\b",
-    "vector type": r"\b(u?int|float)[24]\b",
+    "shuffle": r"__(shfl|any|all|ballot|reduce|match)_|__activemask|\b(Exchange|FromLane)\(",
+    "barrier": r"__sync(threads|warp)|\bbarrier\.|\bthis_(cluster|grid)\(|::Sync\(|\bBarrier\b"
+    r"|\bKeepWarpsTogether\(",
+    "vector type": r"\b(u?(char|short|int|long|longlong)|float|double)[234]\b",
     "loop over a row": r"__global__",  # in families of rows
     "finishing kernel": r"__global__[^;{]*?\w*(Finish|Merge|Total)\w*Kernel\(",
 }
 FAMILIES_OF_ROWS = ("cross_entropy", "norm", "softmax")
 # Files, what they have of it, and why: at most 6.
 KEPT = {
-    "norm/backward*": (
-        ("barrier", "loop over a row"),
-        "persistent workers keep sums over rows, and bulk copies fill their rings",
-    ),
     "norm/*": (
-        ("loop over a row", "finishing kernel", "planner of rows"),
-        "rows in registers with parameters of their own type; not on the engine yet",
+        ("barrier", "loop over a row", "finishing kernel", "planner of rows"),
+        "the backward's workers keep sums over rows, and bulk copies fill their rings; the "
+        "forward's parameters have a type of their own, and it is not on the engine yet",
     ),
-    "batch_norm/*": (
+    "batch_norm/[fgr]*.cuh": (
         ("shuffle", "barrier", "vector type"),
         "a cooperative kernel keeps arrays on the chip; in functions it was 1.17 times slower",
     ),
-    "transpose/*": (
+    "heads/heads.cu": (("barrier",), "warps that share sectors stay together"),
+    "transpose/*.cuh": (
         ("barrier", "vector type"),
-        "bytes, not elements: tiles and boxes in shared memory are all that it does",
+        "it moves bytes: tiles and boxes in shared memory are all that it does",
     ),
-    "window_sum/*": (
+    "window_sum/*.cuh": (
         ("shuffle", "barrier", "vector type"),
         "windows go over units and lanes, and wait in a ring in shared memory",
     ),
-    "softmax/column*": (
-        ("shuffle", "barrier", "vector type", "loop over a row"),
-        "another axis than the last: a block shares columns, not a row",
+    "softmax/[cp]*": (
+        ("shuffle", "barrier", "vector type", "loop over a row", "planner of rows"),
+        "an axis that is not the last: a block shares columns, not a row",
     ),
-}
-# Families on their way to the core's engines. Not checked for what is no longer needed.
-MOVING = {
-    "softmax/*": (*CONCEPTS, "planner of rows"),
-    "elementwise/*": tuple(CONCEPTS),
 }
 
 
@@ -151,7 +145,6 @@ def test_what_moves_and_adds_is_core():
     for path in FAMILIES:
         name = path.relative_to(SRC).as_posix()
         listed = [KEPT[glob][0] for glob in KEPT if fnmatch.fnmatch(name, glob)]
-        listed += [MOVING[glob] for glob in MOVING if fnmatch.fnmatch(name, glob)]
         if extra := concepts_of(path).difference(*listed):
             unnamed[name] = sorted(extra)
     assert not unnamed, f"move it into core/cuda, or name it in KEPT with the reason: {unnamed}"

@@ -31,9 +31,9 @@ struct ResidentParams : GridParams {
 // threads are adjacent.
 template <typename T>
 struct RingOf {
-  static constexpr int kWords = UnitVec<T>::kAccesses;
-  static constexpr int kSlotBytes = kThreads * kWords * 16;
-  static constexpr int kStep = 4 / kWords;  // units that are copied, and used, at a time
+  static constexpr int kAccesses = UnitVec<T>::kAccesses;
+  static constexpr int kSlotBytes = kThreads * kAccesses * 16;
+  static constexpr int kStep = 4 / kAccesses;  // units that are copied, and used, at a time
 };
 
 // sum / n. All blocks wait for this result, and a division would take most of that time. One
@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     ResidentKernel(const __grid_constant__ ResidentParams p) {
   using A = ComputeType<T>;
   using Ring = RingOf<T>;
-  constexpr int kWords = Ring::kWords, kStep = Ring::kStep;
-  constexpr int kKept = Config::kWords / kWords;  // units in registers
+  constexpr int kAccesses = Ring::kAccesses, kStep = Ring::kStep;
+  constexpr int kKept = Config::kWords / kAccesses;  // units in registers
   constexpr int kAhead = kRingAhead<Config>;
   static_assert(kKept % kStep == 0);
   extern __shared__ uint4 shared[];
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
                             : static_cast<uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes;
   const UnitChannels channels(g, place, share, p.aligned_parameters);
   // Whether all lanes of the warp have the same number of units.
-  const bool together = kWords == 2 && IsSameInWarp(share.count);
+  const bool together = kAccesses == 2 && IsSameInWarp(share.count);
 
   // First pass: the sums.
   FoldBuffer<double>& buffer = *reinterpret_cast<FoldBuffer<double>*>(shared);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     if (k < share.count) kept[k] = LoadUnit<T, true>(x + share.first + k * share.stride);
   }
   const auto ring_words = [&](int slot, int w) -> uint4& {
-    return ring[(slot * kWords + w) * kThreads];
+    return ring[(slot * kAccesses + w) * kThreads];
   };
   // Data that stays on the chip is not read again, so L2 may evict it first.
   uint64_t once, again;
@@ -95,9 +95,9 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
       if (copied < ringed) {
         const uint64_t policy = copied < passing ? again : once;
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          CopyAsync16<kWords == 1>(&ring_words(copy_slot, w),
-                                   reinterpret_cast<const uint4*>(from) + w, policy);
+        for (int w = 0; w < kAccesses; ++w) {
+          CopyAsync16<kAccesses == 1>(&ring_words(copy_slot, w),
+                                      reinterpret_cast<const uint4*>(from) + w, policy);
         }
       }
       ++copied;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
 #pragma unroll
     for (int k = 0; k < kStep; ++k) {
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) {
+      for (int w = 0; w < kAccesses; ++w) {
         if (used + k < ringed) units[k].Set(w, Unit<T>::Load(&ring_words(slot, w)));
       }
       slot = slot + 1 == slots ? 0 : slot + 1;
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   };
   const auto put = [&](const UnitVec<T>& unit, const UnitVec<T>& other, int64_t element) {
     const UnitVec<T> result = apply(unit, other, element, kUnit);
-    if (kWords == 2 && together) {
+    if (kAccesses == 2 && together) {
       StorePairs(y + element, result);
     } else {
       StoreUnit<T, true>(y + element, result);
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
       [&](const UnitVec<T>& other, int64_t element) {
         UnitVec<T> unit;
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) unit.Set(w, Unit<T>::Load(&ring_words(slot, w)));
+        for (int w = 0; w < kAccesses; ++w) unit.Set(w, Unit<T>::Load(&ring_words(slot, w)));
         slot = slot + 1 == slots ? 0 : slot + 1;
         put(unit, other, element);
       },
@@ -289,7 +289,7 @@ bool MakeResidentPlan(const BatchNormShape& shape, const ResidentDevice& device,
   return MakeGridPlan<Config>(
       shape, device, workspace_size, workspace_size / (2 * sizeof(double) / sizeof(float)),
       kFoldBytes<double>, Ring::kSlotBytes, kRingAhead<Config> * Ring::kStep,
-      Config::kWords / Ring::kWords, plan);
+      Config::kWords / Ring::kAccesses, plan);
 }
 
 inline ResidentParams MakeResidentParams(const BatchNormShape& shape, const GridPlan& plan,

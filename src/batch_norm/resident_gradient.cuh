@@ -32,9 +32,9 @@ struct GradientParams : GridParams {
 // threads are adjacent.
 template <typename T>
 struct GradientRing {
-  static constexpr int kWords = UnitVec<T>::kAccesses;  // of a unit of one array
-  static constexpr int kSlotBytes = kThreads * (2 * kWords * 16 + 4);
-  static constexpr int kStep = 2 / kWords;  // units that are copied, and used, at a time
+  static constexpr int kAccesses = UnitVec<T>::kAccesses;  // of a unit of one array
+  static constexpr int kSlotBytes = kThreads * (2 * kAccesses * 16 + 4);
+  static constexpr int kStep = 2 / kAccesses;  // units that are copied, and used, at a time
 };
 
 // Copies the word of the mask that contains `byte`. If the mask ends, at `end`, inside that word,
@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     GradientKernel(const __grid_constant__ GradientParams p) {
   using A = ComputeType<T>;
   using Ring = GradientRing<T>;
-  constexpr int kWords = Ring::kWords, kStep = Ring::kStep;
-  constexpr int kKept = Config::kWords / (2 * kWords);  // units in registers
+  constexpr int kAccesses = Ring::kAccesses, kStep = Ring::kStep;
+  constexpr int kKept = Config::kWords / (2 * kAccesses);  // units in registers
   constexpr int kAhead = kRingAhead<Config>;
   extern __shared__ uint4 shared[];
 
@@ -71,14 +71,14 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
       kMask ? static_cast<const uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes : nullptr;
   const UnitChannels channels(g, place, share, p.aligned_parameters);
   // Whether all lanes of the warp have the same number of units.
-  const bool together = kWords == 2 && IsSameInWarp(share.count);
+  const bool together = kAccesses == 2 && IsSameInWarp(share.count);
 
   FoldBuffer<A>& buffer = *reinterpret_cast<FoldBuffer<A>*>(shared);
   uint4* const first_slot = shared + kFoldBytes<A> / sizeof(uint4);
   uint4* const ring = first_slot + threadIdx.x;
   const int slots = p.slots;
   uint32_t* const ring_bits =
-      reinterpret_cast<uint32_t*>(first_slot + slots * 2 * kWords * kThreads) + threadIdx.x;
+      reinterpret_cast<uint32_t*>(first_slot + slots * 2 * kAccesses * kThreads) + threadIdx.x;
   const int ringed = max(share.count - kKept, 0);  // units that go through the ring
   const int passing = max(ringed - slots, 0);      // those of them that do not stay in it
   const int64_t ring_first = share.first + kKept * share.stride;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   }
 
   const auto ring_word = [&](int slot, int w) -> uint4& {
-    return ring[(slot * 2 * kWords + w) * kThreads];
+    return ring[(slot * 2 * kAccesses + w) * kThreads];
   };
   // Data that stays on the chip is not read again, so L2 may evict it first.
   uint64_t once, again;
@@ -120,11 +120,11 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
       if (copied < ringed) {
         const uint64_t policy = copied < passing ? again : once;
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          CopyAsync16<kWords == 1>(&ring_word(copy_slot, w),
-                                   reinterpret_cast<const uint4*>(x + from) + w, policy);
-          CopyAsync16<kWords == 1>(&ring_word(copy_slot, kWords + w),
-                                   reinterpret_cast<const uint4*>(dy + from) + w, policy);
+        for (int w = 0; w < kAccesses; ++w) {
+          CopyAsync16<kAccesses == 1>(&ring_word(copy_slot, w),
+                                      reinterpret_cast<const uint4*>(x + from) + w, policy);
+          CopyAsync16<kAccesses == 1>(&ring_word(copy_slot, kAccesses + w),
+                                      reinterpret_cast<const uint4*>(dy + from) + w, policy);
         }
         if constexpr (kMask) {
           CopyBitsAsync(&ring_bits[copy_slot * kThreads], mask + (from >> 3), p.mask_end);
@@ -139,9 +139,9 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   const auto take = [&](int slot, int64_t element) {
     Loaded loaded;
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {
+    for (int w = 0; w < kAccesses; ++w) {
       loaded.x.Set(w, Unit<T>::Load(&ring_word(slot, w)));
-      loaded.g.Set(w, Unit<T>::Load(&ring_word(slot, kWords + w)));
+      loaded.g.Set(w, Unit<T>::Load(&ring_word(slot, kAccesses + w)));
     }
     loaded.bits = 0xff;
     if constexpr (kMask) {
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   };
   const auto put = [&](const UnitVec<T>& unit, const UnitVec<T>& selected, int64_t at) {
     const UnitVec<T> result = gradient(unit, selected);
-    if (kWords == 2 && together) {
+    if (kAccesses == 2 && together) {
       StorePairs(dx + at, result);
     } else {
       StoreUnit<T, true>(dx + at, result);
@@ -290,9 +290,10 @@ template <typename T, typename Config>
 bool MakeGradientPlan(const BatchNormShape& shape, const ResidentDevice& device,
                       int64_t workspace_size, GridPlan* plan) {
   using Ring = GradientRing<T>;
-  return MakeGridPlan<Config>(
-      shape, device, workspace_size, workspace_size / 2, kFoldBytes<ComputeType<T>>,
-      Ring::kSlotBytes, kRingAhead<Config> * Ring::kStep, Config::kWords / 2 / Ring::kWords, plan);
+  return MakeGridPlan<Config>(shape, device, workspace_size, workspace_size / 2,
+                              kFoldBytes<ComputeType<T>>, Ring::kSlotBytes,
+                              kRingAhead<Config> * Ring::kStep,
+                              Config::kWords / 2 / Ring::kAccesses, plan);
 }
 
 inline GradientParams MakeGradientParams(const BatchNormShape& shape, const GridPlan& plan,

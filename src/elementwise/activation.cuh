@@ -25,7 +25,7 @@
 
 #include "core/activation.h"
 #include "core/cuda/relu_of.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda {
 namespace activation {

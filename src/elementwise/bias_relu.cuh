@@ -30,8 +30,7 @@
 #include "core/cuda/launch.h"
 #include "core/cuda/offsets.cuh"
 #include "core/cuda/relu_tiles.cuh"
-#include "core/cuda/shifted.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "core/dtype.h"
 #include "core/integer.h"
 

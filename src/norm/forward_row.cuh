@@ -67,16 +67,16 @@ __device__ __forceinline__ A Inverse(const NormForwardParams& p) {
 
 // A unit of elements.
 template <typename T, NormAccess kAccess>
-using UnitOf = Vec<T, kAccess == NormAccess::kElements ? int{sizeof(T)}
-                      : kAccess == NormAccess::kPairs  ? 2 * int{sizeof(T)}
-                                                       : 16>;
+using UnitVec = Vec<T, kAccess == NormAccess::kElements ? int{sizeof(T)}
+                       : kAccess == NormAccess::kPairs  ? 2 * int{sizeof(T)}
+                                                        : 16>;
 
 // A part of a row from the view of one thread. Elements are counted from the first one of the
 // thread's first unit. The other units follow at distances that are compile-time constants, so one
 // address per array is enough.
 template <typename T, NormAccess kAccess>
 struct Piece {
-  using U = UnitOf<T, kAccess>;
+  using U = UnitVec<T, kAccess>;
   static constexpr int kSize = U::kSize;
   static constexpr bool kAligned = kAccess != NormAccess::kShifted;
 
@@ -190,7 +190,7 @@ struct Piece {
 template <typename Element, NormAccess kAccess, typename Group, int kHeld>
 struct Held {
   using T = Element;
-  using U = UnitOf<T, kAccess>;
+  using U = UnitVec<T, kAccess>;
   using A = ComputeType<T>;
   using Part = Piece<T, kAccess>;
   static constexpr bool kAligned = Part::kAligned;

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "core/cuda/group.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "core/fast_divide.h"
 #include "softmax/math.cuh"
 

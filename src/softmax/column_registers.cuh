@@ -18,7 +18,7 @@
 
 #include "core/cuda/async_copy.cuh"
 #include "core/cuda/group.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "core/fast_divide.h"
 #include "softmax/column.cuh"
 #include "softmax/math.cuh"

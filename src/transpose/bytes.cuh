@@ -38,7 +38,7 @@ __device__ __forceinline__ int ToAlignment(const char* p, int alignment) {
   return -Misalignment(p, alignment) & (alignment - 1);
 }
 
-// The 16 bytes at any address. Both of their chunks must be readable.
+// The 16 bytes at any address. Both aligned chunks that contain them must be readable.
 using Window = Shifted<uint8_t, 16>;
 
 __device__ __forceinline__ uint4 Bytes(const uint4& v) { return v; }
@@ -48,7 +48,7 @@ __device__ __forceinline__ uint4 Bytes(const Window& window) {
   return bytes;
 }
 
-// The same byte by byte, without reading at or after `end`.
+// The 16 bytes at any address, byte by byte, without reading at or after `end`.
 __device__ __forceinline__ uint4 LoadBytes(const char* p, const char* end) {
   uint32_t words[4] = {};
   for (int i = 0; i < 16 && p + i < end; ++i) {

@@ -69,15 +69,15 @@ __device__ __forceinline__ int LaneOfWord(int word) {
   return word % kField * kGroup + word / kField;
 }
 
-// Whether element 32 * row + lane of 1024 has its bit set, if lane w has the bits of elements 32 *
-// w
-// ... 32 * w + 31 in `word`.
+// Whether the bit of element 32 * row + lane of 1024 is set. Lane w has in `word` the bits of the
+// 32 elements from 32 * w on. All lanes of the warp call it.
 __device__ __forceinline__ bool BitOfRow(uint32_t word, int row) {
   return __shfl_sync(kFullWarp, word, row) >> threadIdx.x % kWarpSize & 1;
 }
 
 // Sets bits in shared memory: all threads of the block call it, and each of them calls draw(set);
-// set(at, bits) sets the bits from `at` on, at most 8.
+// set(at, bits) sets at most 8 bits from `at` on. They may be in two words, so a word must follow
+// that of the last `at`.
 template <int kThreads, int kWords, typename Draw>
 __device__ __forceinline__ void SetBits(uint32_t (&words)[kWords], const Draw& draw) {
   for (uint32_t i = threadIdx.x; i < kWords; i += kThreads) words[i] = 0;

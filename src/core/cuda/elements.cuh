@@ -61,7 +61,6 @@
 #include "core/cuda/divide.cuh"
 #include "core/cuda/flat_elements.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/shifted.cuh"
 #include "core/cuda/vec.cuh"
 #include "core/dtype.h"
 #include "core/fast_divide.h"

@@ -5,7 +5,7 @@
 #include "core/cuda/gradient_sums.h"
 
 #include "core/cuda/partial_sums.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda {
 namespace {

@@ -69,8 +69,8 @@ struct Max {
   __device__ __forceinline__ double operator()(double a, double b) const { return fmax(a, b); }
 };
 
-// Reduces each value over `width` neighboring lanes, a power of two; with `from`, also one, over
-// every from-th of them.
+// Reduces each value over `width` neighboring lanes, or over every from-th one of them; both are
+// powers of two. All lanes of the warp call it.
 template <typename Op, typename A, int kCount>
 __device__ __forceinline__ void Butterfly(Op op, A (&values)[kCount], int width, int from = 1) {
   for (int step = width / 2; step >= from; step /= 2) {
@@ -81,8 +81,8 @@ __device__ __forceinline__ void Butterfly(Op op, A (&values)[kCount], int width,
   }
 }
 
-// The value of lane `lane`, and of the lane whose index differs by an exclusive or with `mask`. V
-// has a multiple of 4 bytes. All lanes of the warp call these.
+// FromLane returns the value of lane `lane`, Exchange that of the lane whose index is this one's,
+// exclusive or `mask`. The size of V is a multiple of 4 bytes. All lanes of the warp call them.
 template <typename V>
 __device__ __forceinline__ V FromLane(const V& value, int lane) {
   uint32_t words[sizeof(V) / 4];
@@ -114,7 +114,8 @@ __device__ __forceinline__ bool HoldsInWarp(bool condition) {
 }
 
 // Replaces `before` by its sum over the lanes of a group before this one, and `after` by its sum
-// over those after it. A group has `lanes` lanes, `step` apart; this one has index `rank`.
+// over those after it. A group has `lanes` lanes, `step` apart; this one has index `rank`. All
+// lanes of the warp call it.
 template <typename A, int kCount>
 __device__ __forceinline__ void SumOthers(A (&before)[kCount], A (&after)[kCount], int rank,
                                           int lanes, int step = 1) {
@@ -138,7 +139,8 @@ __device__ __forceinline__ void SumOthers(A (&before)[kCount], A (&after)[kCount
 }
 
 // Reduces each value over `threads` neighboring threads of a block of kWarps warps; both are powers
-// of two. `scratch` is in shared memory, and used once.
+// of two. All threads of the block call it. `scratch` is in shared memory; a barrier must come
+// before it is used again.
 template <typename Op, typename A, int kCount, int kWarps>
 __device__ __forceinline__ void ReduceNeighbors(Op op, A (&values)[kCount], int threads,
                                                 A (&scratch)[kCount][kWarps]) {
@@ -156,7 +158,8 @@ __device__ __forceinline__ void ReduceNeighbors(Op op, A (&values)[kCount], int 
   Butterfly(op, values, warps);
 }
 
-// Keeps the warps of a block close together, for what they find in caches. No barrier to rely on.
+// A barrier that no data needs: it keeps the warps of a block close together, for what they find in
+// caches. All threads of the block call it.
 __device__ __forceinline__ void KeepWarpsTogether() { __syncthreads(); }
 
 // The lanes of a row: `lanes` of each block, a power of two up to 32 or the size of the block, and
@@ -247,6 +250,7 @@ class RowGroup {
   static constexpr int kWarps = kThreads < 32 ? 1 : kThreads / 32;
   static constexpr bool kShuffles = kThreads <= 32;           // the group is within a warp
   static constexpr bool kShared = !kShuffles && kGroups > 1;  // the block has other groups
+  static_assert(!kShared || kGroups < 16, "a block has 16 named barriers");
 
  public:
   static constexpr int kSize = kThreads;

@@ -23,7 +23,7 @@ __device__ __forceinline__ float Reciprocal(float x) {
   return reciprocal;
 }
 
-// 1 / sqrt(x), for float with an error of up to two units in the last place.
+// 1 / sqrt(x). The error for float is at most two units in the last place.
 __device__ __forceinline__ float FastReciprocalRoot(float x) { return rsqrtf(x); }
 __device__ __forceinline__ double FastReciprocalRoot(double x) { return rsqrt(x); }
 

@@ -55,9 +55,9 @@ __device__ __forceinline__ void AddTerms(const Terms& terms, uint32_t first, uin
   }
 }
 
-// Adds up what the parts of a block have, before anything is written to memory: value i of part p
-// is values[p * width + i], in shared memory. Calls write(i, sum) for the first `count` of them.
-// All threads of the block call it. With kReused, `values` may be written again after it.
+// Adds up the values of a block's parts. Value i of part p is values[p * width + i], in shared
+// memory. Calls write(i, sum) for the first `count` sums. All threads of the block call it, after
+// their own values are stored. With kReused, `values` may be written again after it.
 template <int kThreads, bool kReused = false, typename V, typename Write>
 __device__ __forceinline__ void AddParts(const V* values, int parts, int width, int count,
                                          const Write& write) {

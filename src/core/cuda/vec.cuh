@@ -21,8 +21,8 @@ namespace jax_fastops::cuda {
 
 // How a kernel expects the bytes that it accesses to be used later.
 enum class CacheHint {
-  kReadOnly,    // loads only (ld.nc): of what no thread of the kernel writes
   kDefault,     // may be read again soon, by this kernel or by the next one from L2
+  kReadOnly,    // loads only (ld.nc): the kernel does not write the bytes
   kStreaming,   // accessed once (ld.cs, st.cs): evicted first, from L1 and from L2
   kNoAllocate,  // loads only: read once by this SM; bypasses L1, uses L2 as usual
   kEvictFirst,  // as kNoAllocate, and evicted first from L2 by an explicit policy
@@ -448,6 +448,7 @@ struct Vec {
 
   // Replaces by `excluded` the elements whose mask byte (0 or 1) is 0.
   __device__ __forceinline__ void Exclude(const Unit<uint8_t, kSize>& keep, T excluded) {
+    static_assert(kAccesses == 1);
     if constexpr (kPairs && kSize % 4 == 0) {
       const uint32_t pair = Filled(excluded).words[0];
 #pragma unroll
@@ -473,6 +474,7 @@ struct Vec {
   // become `excluded`.
   template <typename Inside>
   __device__ __forceinline__ void TimesZero(const Inside& inside, T excluded) {
+    static_assert(kAccesses == 1);
     U unit = Get();
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
@@ -529,7 +531,9 @@ struct Shifted {
 
   Shifted() = default;
   __device__ __forceinline__ Shifted(const uint4& low, const uint4& high, int shift)
-      : words{low, high}, shift(shift) {}
+      : words{low, high}, shift(shift) {
+    static_assert(kWords == 1);
+  }
 
   // Loads the words that contain the elements at any address. All of them must be readable.
   explicit __device__ __forceinline__ Shifted(const void* address) : shift(WordShift(address)) {
