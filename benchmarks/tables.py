@@ -180,15 +180,17 @@ def others_table(results: dict) -> str:
         for phase in ("forward", "step"):
             cells.append(f"{statistics.mean(row[f'plain_{phase}_ms']):.2f} ms")
             for way in ways:
-                equal = row[f"{way}_{phase}_equal"] and not loses(row, way, phase)
-                cells.append(
-                    "equal" if equal else " / ".join(f"{g:.2f}" for g in gains(row, way, phase))
-                )
+                if f"{way}_{phase}_ms" not in row:
+                    cells.append("-")
+                elif row[f"{way}_{phase}_equal"] and not loses(row, way, phase):
+                    cells.append("equal")
+                else:
+                    cells.append(" / ".join(f"{g:.2f}" for g in gains(row, way, phase)))
         for phase in ("forward", "step"):
-            sides = [row[f"{way}_{phase}_temp_bytes"] for way in ("plain", *ways)]
-            cells.append(" / ".join(f"{n / 1e9:.2f}" for n in sides))
+            sides = [row.get(f"{way}_{phase}_temp_bytes") for way in ("plain", *ways)]
+            cells.append(" / ".join("-" if n is None else f"{n / 1e9:.2f}" for n in sides))
         for way in ways:
-            kernels = row[f"{way}_step_kernels"]
+            kernels = row.get(f"{way}_step_kernels", {})
             cells.append(", ".join(f"{count} {name}" for name, count in kernels.items()) or "-")
         body.append(cells)
     header = ["program"]
