@@ -12,6 +12,7 @@ and XLA adds these up.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,12 +42,18 @@ def add(x, bias) -> jax.Array:
     return (x.astype(bias.dtype) + bias).astype(x.dtype)
 
 
+# Kernels that sum gradients count rows, and the words of a row, in 32 bits.
+_MOST_ELEMENTS = 2**32
+
+
 def limit_of(shape) -> str | None:
     """Why the kernels cannot take a result of this shape."""
     if 0 in shape:
         return "there are no elements"
     if len(shape) > limit("broadcast_rank"):
         return f"the result has more than {limit('broadcast_rank')} dimensions"
+    if math.prod(d for d in shape if isinstance(d, int)) >= _MOST_ELEMENTS:
+        return "the result has 2**32 elements or more"
     return None
 
 

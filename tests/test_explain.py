@@ -136,6 +136,12 @@ LIMITS = {
         of_shape(*(2,) * RANK),
         f"the result has more than {RANK} dimensions",
     ),
+    "elements": (
+        lambda x: fo.lerp(x, jnp.zeros(1), jnp.zeros(1)),
+        of_shape(2, 2**31),
+        of_shape(2, 2**31 - 1),
+        "the result has 2**32 elements or more",
+    ),
     "one element": (
         lambda x: fo.batch_norm(x, None, None)[0],
         of_shape(1, 8),

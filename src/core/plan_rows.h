@@ -42,6 +42,8 @@ inline constexpr int kStreamedThreads = 256;   // nowhere
 inline constexpr int kShortHeldThreads = 128;  // of a block of short rows
 inline constexpr int kShortHeldElements = 16;  // of a short row, in a lane
 inline constexpr int kMaxHeldCluster = 16;
+// Elements of a row. The index of an element that a lane has no edge for is below 2^31, too.
+inline constexpr int64_t kMaxHeldRow = 0x7fffffff - (1 << 14);
 // Shared memory of a block that leaves room for two, one more, or none on an SM of an H100.
 inline constexpr int kMaxSharedBytes = 132 << 10;
 

@@ -157,7 +157,7 @@ RowsPlan PlanRows(const RowsShape& shape, int processors, int max_cluster) {
 
 HeldPlan PlanHeldRows(const HeldShape& shape, const HeldLimits& limits) {
   HeldPlan plan;
-  if (shape.n > 0x7fffffff) return plan;
+  if (shape.n > kMaxHeldRow) return plan;
   plan.edges = !shape.aligned;
   const int64_t words = shape.n * shape.itemsize / 16;
   if (plan.edges && shape.n * shape.itemsize <= kShortHeldRow && !shape.registers_only) {

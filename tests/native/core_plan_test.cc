@@ -160,7 +160,7 @@ int main() {
     shape.itemsize = 2 << random.Below(2);
     shape.rows = random.Size(random.Coin() ? 256 : int64_t{1} << 31);
     shape.n = random.Size(int64_t{1} << 31);
-    shape.n = std::min<int64_t>(shape.n, 0x7fffffff);
+    shape.n = std::min(shape.n, kMaxHeldRow);
     shape.inputs = 1 + random.Coin();
     shape.alike = random.Below(4) > 0;
     shape.aligned = shape.alike && shape.n * shape.itemsize % 16 == 0 && random.Coin();
