@@ -22,6 +22,9 @@ InconclusiveDimensionOperation = (
     or jax.core.InconclusiveDimensionOperation  # jax < 0.10
 )
 
+# The ``inline`` of ``jax.jit`` with which a function becomes a part of the program that calls it.
+INLINE = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # jax < 0.12
+
 
 def varying_axes(x) -> frozenset:
     """The manual mesh axes over which ``x`` varies inside ``jax.shard_map``."""

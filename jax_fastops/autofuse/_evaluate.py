@@ -280,7 +280,7 @@ class _Run:
 def _inlined(program: Any) -> Callable[..., list]:
     """A traced program as a function, whose derivative ``jax.jit`` keeps."""
     run = functools.partial(jax.core.eval_jaxpr, program.jaxpr, program.consts)
-    return jax.jit(run, inline=True)
+    return jax.jit(run, inline=_compat.INLINE)
 
 
 def _scope(step: Node, own: bool = True):

@@ -112,7 +112,7 @@ _KEPT = LOCAL | {"dot_general", "conv_general_dilated", "gather"}
 
 @functools.lru_cache(4096)
 def _jitted(primitive: Any, params: tuple) -> Callable[..., Any]:
-    return jax.jit(lambda *args: primitive.bind(*args, **dict(params)), inline=True)
+    return jax.jit(lambda *args: primitive.bind(*args, **dict(params)), inline=_compat.INLINE)
 
 
 def bind(equation, args: Sequence[Any]) -> list:
