@@ -132,15 +132,15 @@ class _View:
 
 
 def statistics(x):
-    groups = _View(x)
-    result = groups.call(STATISTICS_KERNEL, dict(x=x), {})
-    return groups.merge(result.mean, result.var)
+    view = _View(x)
+    result = view.call(STATISTICS_KERNEL, dict(x=x), {})
+    return view.merge(result.mean, result.var)
 
 
 def _normalise(x, statistics, scale, bias, residual, *, eps, relu, save):
     """Result, statistics and mask. ``statistics=None`` means those of ``x``, which is one group."""
-    groups = _View(x, relu)
-    result = groups.call(
+    view = _View(x, relu)
+    result = view.call(
         FORWARD_KERNEL if statistics is None else APPLY_KERNEL,
         dict(x=x, residual=residual),
         dict(scale=scale, bias=bias) | dict(zip(("mean", "var"), statistics or (), strict=False)),
@@ -149,15 +149,15 @@ def _normalise(x, statistics, scale, bias, residual, *, eps, relu, save):
         relu=relu,
     )
     mean, var = statistics or (result.mean, result.var)
-    masks = () if result.mask is None else (groups.join_mask(result.mask),)
-    return groups.join(result.y), mean, var, *masks
+    masks = () if result.mask is None else (view.join_mask(result.mask),)
+    return view.join(result.y), mean, var, *masks
 
 
 def _sums(x, dys, mask, mean, var, scale, eps, given_statistics=False, dresidual=False):
     """The averages of g and of ``g * (x - mean)``; with given statistics dx; g if requested."""
-    groups = _View(x, mask is not None)
+    view = _View(x, mask is not None)
     dy, *dy2 = dys
-    result = groups.call(
+    result = view.call(
         SUMS_KERNEL,
         dict(x=x, dy=dy, dy2=dy2[0] if dy2 else None, mask=mask),
         dict(mean=mean) | (dict(var=var, scale=scale) if given_statistics else {}),
@@ -166,14 +166,14 @@ def _sums(x, dys, mask, mean, var, scale, eps, given_statistics=False, dresidual
         eps=eps,
     )
     grads = (g for g in (result.dx, result.dresidual) if g is not None)
-    return groups.average(result.sums), *map(groups.join, grads)
+    return view.average(result.sums), *map(view.join, grads)
 
 
 def _gradient(kernel: Kernel, x, dy, mask, *, eps, **values):
     """dx, and the averages if the kernel computes these, too."""
-    groups = _View(x, mask is not None)
-    result = groups.call(kernel, dict(x=x, dy=dy, mask=mask), values, eps=eps)
-    return groups.join(result.dx), getattr(result, "sums", None)
+    view = _View(x, mask is not None)
+    result = view.call(kernel, dict(x=x, dy=dy, mask=mask), values, eps=eps)
+    return view.join(result.dx), getattr(result, "sums", None)
 
 
 def training_forward(x, scale, bias, residual, *, eps, relu, fanout, save=False):

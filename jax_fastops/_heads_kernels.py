@@ -148,7 +148,8 @@ def rotary_backward(residuals, cts, needs_grad, *, heads, kv_heads, size, **opti
     parameters = bias, q_scale, k_scale
     kernel = ROTARY_BACK[first, summing]
     result = kernel(*cts, x, *parameters, turns, **sizes, **options)
-    dbias, dq, dk = total(result.bias_sums) if needs_bias else None, None, None
+    dbias = total(result.bias_sums) if needs_bias else None
+    dq = dk = None
     if any(needs_scales):
         parts = jnp.split(result.scale_sums, (q_sums * size,), axis=-1)
         dq, dk = (total(split_last(part, (part.shape[-1] // size, size))) for part in parts)

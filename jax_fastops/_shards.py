@@ -33,29 +33,25 @@ def shards_of(length, axis, sharding, shortest: int) -> int:
     return known * max(fits)
 
 
-def groups_of(lead, spec: tuple | None, sharding) -> tuple:
-    """Leading dimensions for groups of the indices of ``lead``, which are summed by group.
-
-    In a program for one device, there are none, for one group. In a program that XLA may partition,
-    the dimensions stay, so that their shards stay whole, and the last of them becomes the number of
-    its shards. ``spec`` and ``sharding`` are of an array that begins with these dimensions.
-    """
-    if not lead or (spec is None and partitions() == 1):
-        return ()
-    return (*lead[:-1], shards_of(lead[-1], spec and spec[len(lead) - 1], sharding, 1))
-
-
 class Groups:
     """Groups of the indices of the first ``count`` dimensions of ``x``, which are summed by group.
 
-    ``lead`` are the dimensions of the groups.
+    ``lead`` are the dimensions of the groups. In a program for one device, there are none, for one
+    group. In a program that XLA may partition, the dimensions stay, so that their shards stay
+    whole, and the last of them becomes the number of its shards.
     """
 
     def __init__(self, x, count: int, whole: bool = False):
         """With ``whole``, each index is a group."""
         self._all, self._spec = tuple(x.shape[:count]), spec_of(x)
-        kind = jax.typeof(x).sharding
-        self.lead = self._all if whole else groups_of(self._all, self._spec, kind)
+        if whole:
+            self.lead = self._all
+        elif not count or (self._spec is None and partitions() == 1):
+            self.lead = ()
+        else:
+            axis = self._spec and self._spec[count - 1]
+            last = shards_of(self._all[-1], axis, jax.typeof(x).sharding, 1)
+            self.lead = (*self._all[:-1], last)
 
     @property
     def rows(self):

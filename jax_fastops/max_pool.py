@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from jax_fastops import _compat
 from jax_fastops._arguments import as_arrays, integer, not_weak, same_floating_dtype
 from jax_fastops._views import spec_of
 
@@ -146,7 +147,7 @@ def _sign(scale, x, windows: _Windows) -> jax.Array:
 # Jitted, so that an eager call has no array with the -inf of the padding: `jax_debug_infs` would
 # raise an error for it.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=_compat.INLINE)
 def _pool(windows: _Windows, differentiated: bool, x, sign):
     x = _times(sign, x)
     if differentiated or x.dtype.itemsize == 2:
@@ -192,7 +193,7 @@ def _elements(windows: _Windows, x) -> list[jax.Array]:
     return found
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
+@functools.partial(jax.jit, static_argnums=0, inline=_compat.INLINE)
 def _places(windows: _Windows, x) -> jax.Array:
     """The place of each maximum in its window, row by row. The first of equal elements."""
     best, *rest = _elements(windows, x)

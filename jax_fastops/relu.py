@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jax_fastops import _compat
 from jax_fastops._arguments import as_arrays, broadcast_shape, is_integer, same_floating_dtype
 from jax_fastops._bits import pack, select
 from jax_fastops._dispatch import Refused
@@ -60,7 +61,7 @@ _relu = _declare("relu", _RELU, "... n", lambda x: relu(x))
 _add_relu = _declare("add_relu", _ADD_RELU, "... n, ... n", lambda x, y: add_relu(x, y))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=_compat.INLINE)
 def _in_view(op: Op, request, *arrays):
     """Applies an element-wise op in a view whose last axis its mask can pack."""
     result = broadcast_type(arrays)

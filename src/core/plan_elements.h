@@ -60,9 +60,8 @@ RowsSplit SplitRows(const BroadcastShape& shape, uint32_t planes, int64_t flat_r
 uint32_t KeptDims(const BroadcastShape& shape, int array);
 
 // Chooses the planes with which one pass takes the most of the `count` arrays to sum. Sets bit i of
-// `*chosen` if the pass takes arrays[i]. If `alone`, it takes only the first one.
-uint32_t ChoosePlanes(const BroadcastShape& shape, const int* arrays, int count, bool alone,
-                      uint32_t* chosen);
+// `*chosen` if the pass takes arrays[i].
+uint32_t ChoosePlanes(const BroadcastShape& shape, const int* arrays, int count, uint32_t* chosen);
 
 // A gradient that a pass sums.
 struct SumLayout {

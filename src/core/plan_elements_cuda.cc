@@ -81,16 +81,15 @@ uint32_t KeptDims(const BroadcastShape& shape, int array) {
   return kept;
 }
 
-uint32_t ChoosePlanes(const BroadcastShape& shape, const int* arrays, int count, bool alone,
-                      uint32_t* chosen) {
+uint32_t ChoosePlanes(const BroadcastShape& shape, const int* arrays, int count, uint32_t* chosen) {
   uint32_t best = 0;
   int most = 0;
   *chosen = 0;
-  for (int candidate = -1; candidate < (alone ? std::min(count, 1) : count); ++candidate) {
+  for (int candidate = -1; candidate < count; ++candidate) {
     const uint32_t planes = candidate < 0 ? 0 : KeptDims(shape, arrays[candidate]);
     uint32_t taken = 0;
     int number = 0;
-    for (int i = 0; i < (alone ? std::min(count, 1) : count); ++i) {
+    for (int i = 0; i < count; ++i) {
       if (!Fits(shape, arrays[i], planes)) continue;
       taken |= 1u << i;
       ++number;

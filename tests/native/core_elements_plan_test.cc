@@ -163,11 +163,11 @@ void Check(Random& random, const BroadcastShape& shape, int gradients, bool emul
   for (int g = 0; g < gradients; ++g) {
     if (!shape.IsFull(g)) arrays[left++] = g;
   }
-  bool alone = false;
+  bool only_one = false;
   while (left > 0) {
     uint32_t chosen;
-    const uint32_t planes = ChoosePlanes(shape, arrays, left, alone, &chosen);
-    CHECK(chosen != 0 && (!alone || chosen == 1), "%s", name);
+    const uint32_t planes = ChoosePlanes(shape, arrays, only_one ? 1 : left, &chosen);
+    CHECK(chosen != 0 && (!only_one || chosen == 1), "%s", name);
     SumLayout layouts[kMaxGradients];
     int count = 0, kept = 0;
     for (int i = 0; i < left; ++i) {
@@ -192,14 +192,14 @@ void Check(Random& random, const BroadcastShape& shape, int gradients, bool emul
     const bool too_many = split.rows.length >= int64_t{1} << 31 || split.planes.length >= int64_t{1}
                                                                                               << 31;
     if (!plan.valid) {
-      CHECK(!alone || too_many, "%s: alone", name);
-      if (alone) return;
+      CHECK(!only_one || too_many, "%s: only_one", name);
+      if (only_one) return;
       for (int s = count - 1; s >= 0; --s) arrays[kept++] = layouts[s].array;
       left = kept;
-      alone = true;
+      only_one = true;
       continue;
     }
-    alone = false;
+    only_one = false;
     left = kept;
     int64_t used = 0;
     for (int s = 0; s < count; ++s) used += layouts[s].Partial(split);

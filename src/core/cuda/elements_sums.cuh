@@ -584,10 +584,10 @@ class SumsLauncher {
     }
     if (!any) return cudaSuccess;
     // Sums that cannot share a pass get several. The first one also writes the full gradients.
-    bool first = true, alone = false;
+    bool first = true, only_one = false;  // only_one: the pass sums one gradient
     do {
       uint32_t chosen;
-      const uint32_t planes = ChoosePlanes(shape, arrays, left, alone, &chosen);
+      const uint32_t planes = ChoosePlanes(shape, arrays, only_one ? 1 : left, &chosen);
       Gradient now[kGradients];
       for (int g = 0; g < kGradients; ++g) {
         if (first && shape.IsFull(kOperands + g)) now[g] = gradients[g];
@@ -607,9 +607,9 @@ class SumsLauncher {
         error = Pass(f, shape, planes, words, dy, operands, now, workspace, stream, &taken);
         if (error != cudaSuccess) return error;
       }
-      // Alone, its partial sums fit.
-      if (!taken && (alone || left < 2)) return cudaErrorInvalidValue;
-      alone = !taken;
+      // The partial sums of one gradient fit.
+      if (!taken && (only_one || left < 2)) return cudaErrorInvalidValue;
+      only_one = !taken;
       if (!taken) continue;
       std::copy(rest, rest + kept, arrays);
       left = kept;
