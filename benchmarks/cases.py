@@ -448,7 +448,7 @@ DROPOUTS = (
     Layout("odd", (30000, 1001), (4000, 1001)),
     Layout("short rows", (2**20, 64), (65536, 16)),
 )
-SMOOTH = ("gelu", "gelu_exact", "silu")
+SMOOTH = tuple(name for name in fo._activations.ACTIVATIONS if name != "relu")
 
 
 def _activations(names: tuple[str, ...]) -> tuple[Layout, ...]:
