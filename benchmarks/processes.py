@@ -8,11 +8,14 @@ import importlib.util
 import itertools
 import json
 import os
+import queue
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -99,18 +102,55 @@ def combined(results: list[dict]) -> dict:
 
 def process(arguments: list[str], limit: float | None = None, **variables: str) -> Any:
     """The JSON in the last line that Python prints; ``variables`` are of its environment."""
-    command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), *arguments]
-    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | variables
+    how = _python(arguments) | dict(capture_output=True, timeout=limit)
+    how["env"] |= variables
     try:
-        found = subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=limit
-        )
+        found = subprocess.run(**how)
     except subprocess.TimeoutExpired:
         return {"error": f"it took more than {limit:g} s"}
     if found.returncode:
         return {"error": found.stderr.strip()[-400:]}
     return json.loads(found.stdout.splitlines()[-1])
+
+
+def stream(arguments: list[str], allowed: Callable[[], float]) -> Iterator[dict]:
+    """The JSON objects that Python prints, one in a line, as soon as each is printed.
+
+    The last one has an ``error`` if the process fails, or takes longer than ``allowed()`` seconds
+    until the next line.
+    """
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(**_python(arguments), stdout=subprocess.PIPE, stderr=errors) as child,
+    ):
+        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+        def read():
+            for line in child.stdout:
+                lines.put(line)
+            lines.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+        try:
+            while (line := lines.get(timeout=max(0, allowed()))) is not None:
+                if line.startswith("{"):
+                    yield json.loads(line)
+            if child.wait():
+                errors.seek(0)
+                text = errors.read().strip()[-400:]
+                yield {"error": text or f"the process ended with {child.returncode}"}
+        except queue.Empty:
+            yield {"error": "it took too long"}
+        finally:
+            child.kill()
+
+
+def _python(arguments: list[str]) -> dict[str, Any]:
+    """How a process of Python runs in this checkout."""
+    command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), *arguments]
+    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    return {"args": command, "text": True, "cwd": ROOT, "env": environment}
 
 
 def steady(call: Callable, wait: Callable[[], None], calls: int, runs: int = RUNS) -> dict:

@@ -24,10 +24,15 @@ class Results(dict):
 
 
 def write(path: Path, results: dict) -> None:
-    """Write compact JSON, and make its folder: a line for each key, and for each case."""
+    """Write compact JSON, and make its folder: a line for each key, and for each case.
+
+    A program that is killed meanwhile leaves the file as it was.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [f"{json.dumps(key)}: {_entry(value)}" for key, value in _rounded(results).items()]
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    part = path.with_suffix(".part")
+    part.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    part.replace(path)
 
 
 def _entry(value) -> str:

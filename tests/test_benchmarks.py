@@ -206,7 +206,8 @@ def test_random_calls_are_valid(op):
 
 
 def rows_of(job, options, tmp_path):
-    command = f"{job} --small --steps 1 --contenders ours plain {options} --out {tmp_path}"
+    contenders = "" if job == "fusing" else "--contenders ours plain"
+    command = f"{job} --small --steps 1 {contenders} {options} --out {tmp_path}"
     __main__.main(command.split())
     (path,) = tmp_path.iterdir()
     return json.loads(path.read_text())["rows"]
@@ -301,6 +302,19 @@ def test_linear_cross_entropy(tmp_path):
     ours, plain = rows_of("linear_cross_entropy", "--chunk 32", tmp_path)
     assert ours["ms"] > 0 and plain["temp_bytes"] > 0
     assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-2)
+
+
+def test_fusing(tmp_path):
+    (row,) = rows_of("fusing", "--models models.decoder --traces 1", tmp_path)
+    assert row["autofuse_loss"] == pytest.approx(row["plain_loss"], rel=1e-2)
+    assert row["autofuse_ms"] > 0 and row["plain_trace_s"] > row["plain_forward_trace_s"] > 0
+
+
+@SLOW
+def test_first_calls_of_fusing(tmp_path):
+    rows = rows_of("fusing", "--models models.decoder --first", tmp_path)
+    assert [row["contender"] for row in rows] == ["plain", "autofuse"]
+    assert all(row["call_ms"] > row["trace_ms"] > 0 for row in rows)
 
 
 def test_attention(tmp_path):

@@ -8,7 +8,11 @@ gradient descent, donated parameters) in steady state. Each model runs in a proc
 ``autofuse``  with the patterns replaced in its program
 ``by hand``   where ``jax_fastops.models`` has the same model
 
-Models of packages that are not installed are left out. The traces of a step are timed too.
+Models of packages that are not installed are left out. ``trace_s`` and ``forward_trace_s`` are the
+medians of fresh traces of a step and of the loss, in turns, after each was traced once.
+
+``--first`` measures the first call of a process instead: each contender's first trace of a step and
+its whole first call, with the compilation, in processes of their own. ``--processes`` has how many.
 """
 
 import contextlib
@@ -35,28 +39,41 @@ WIDTH, HEADS, LAYERS, LENGTH, BATCH, VOCABULARY = 768, 12, 6, 512, 16, 32000
 
 def options(add) -> None:
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    add("--traces", type=int, default=5, metavar="N", help="traces that are timed")
+    add("--first", action="store_true", help="measure first calls of processes")
 
 
 def rows(options):
-    return [{"model": name} for name in options.models if importlib.util.find_spec(MODELS[name][0])]
+    found = [name for name in options.models if importlib.util.find_spec(MODELS[name][0])]
+    if options.first:
+        return [
+            {"model": name, "contender": who} for name in found for who in ("plain", "autofuse")
+        ]
+    return [{"model": name} for name in found]
 
 
-def measure(options, model: str) -> dict:
+def facts(options) -> dict:
+    return {"what": "-first"} if options.first else {}
+
+
+def measure(options, model: str, contender: str = "") -> dict:
     parameters, contenders = MODELS[model][1](options.small)
+    if options.first:
+        loss = contenders["plain"]
+        loss = fo.autofuse(loss) if contender == "autofuse" else loss
+        return _first(partial(_updated, loss), jax.block_until_ready(parameters))
     report = fo.autofuse.report(contenders["plain"])(parameters)
     patterns = [r.pattern for r in report.replaced]
     found: dict = {"patterns": {name: patterns.count(name) for name in dict.fromkeys(patterns)}}
     found["left"] = sorted({f"{m.pattern}: {m.reason}" for m in report.missed})
     contenders |= {"patch": contenders["plain"], "autofuse": fo.autofuse(contenders["plain"])}
-    lowered, losses = {}, {}
-    for name, loss in contenders.items():
-        with fo.patch() if name == "patch" else contextlib.nullcontext():
-            step = partial(_updated, loss)
-            begin = time.perf_counter()
-            lowered[name] = jax.jit(step, donate_argnums=0).lower(parameters)
-            found[f"{name}_trace_s"] = time.perf_counter() - begin
-    compiled = together([one.compile for one in lowered.values()])
-    steps = dict(zip(lowered, compiled, strict=True))
+    losses = {}
+    traced = {
+        name: _trace(name, partial(_updated, loss), parameters) for name, loss in contenders.items()
+    }
+    found |= _traces(options, contenders, parameters)
+    compiled = together([one.lower().compile for one in traced.values()])
+    steps = dict(zip(traced, compiled, strict=True))
     for name, step in steps.items():
         found[f"{name}_temp_bytes"] = temp_bytes(step)
     times: dict[str, list] = {name: [] for name in steps}
@@ -67,6 +84,37 @@ def measure(options, model: str) -> dict:
     for name, ms in times.items():
         found |= {f"{name}_ms": statistics.median(ms), f"{name}_loss": float(losses[name])}
     return found
+
+
+def _trace(name: str, function, parameters):
+    """A fresh trace: JAX knows those of a function that it has seen."""
+    with fo.patch() if name == "patch" else contextlib.nullcontext():
+        return jax.jit(lambda *args: function(*args), donate_argnums=0).trace(parameters)
+
+
+def _traces(options, contenders: dict, parameters) -> dict[str, float]:
+    """Median seconds of traces of the step and the loss of each contender."""
+    seconds: dict[str, list[float]] = {}
+    for turn in range(1 + options.traces):
+        for name, loss in contenders.items():
+            for key, function in (("trace_s", partial(_updated, loss)), ("forward_trace_s", loss)):
+                begin = time.perf_counter()
+                _trace(name, function, parameters)
+                if turn:  # not the first trace
+                    taken = time.perf_counter() - begin
+                    seconds.setdefault(f"{name}_{key}", []).append(taken)
+    return {key: statistics.median(times) for key, times in seconds.items()}
+
+
+def _first(step, parameters) -> dict:
+    """Milliseconds of the first trace of a step, and of its first call, which compiles it."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    begin = time.perf_counter()
+    traced = jax.jit(step, donate_argnums=0).trace(parameters)
+    middle = time.perf_counter()
+    jax.block_until_ready(traced.lower().compile()(parameters))
+    end = time.perf_counter()
+    return {"trace_ms": (middle - begin) * 1e3, "call_ms": (end - begin) * 1e3}
 
 
 def _timed(step, state, count: int) -> tuple[float, jax.Array]:

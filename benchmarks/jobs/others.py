@@ -5,17 +5,26 @@ measured as a forward without a gradient and as a training step with its optimiz
 
 ``plain``     as it is
 ``autofuse``  with ``autofuse`` around the loss, or around the package's own step
-``tune``      with ``autofuse(tune=True)``, by ``--tune``. ``tune_regions`` has the regions that no
-              program before has: seconds of each phase, plain and with kernels
+``tune``      with ``autofuse(tune=True)``, by ``--tune``. ``tune_regions`` has the seconds of each
+              phase of its regions, plain and with kernels
 
-The contenders of a program run in turns, in random order. There are two measurements, the second
-one after the other programs of the same group. A program whose compiled text has no kernel of this
-package is marked ``equal``. A row is written as soon as it is known. ``--budget`` stops in time,
-and ``--add`` goes on with what is missing in the file.
+The contenders of a program run in turns, in random order. There are two measurements, each with
+arguments in new memory. A program whose compiled text has no kernel of this package is marked
+``equal``. A row also has seconds: ``first_trace_s`` of the first trace, ``trace_s`` of traces after
+it, ``first_call_s`` of the first trace, the compilation next to others, and the first run, and
+``tune_s`` of traces that tune.
+
+Some programs are compiled at the same time, then each is tuned, and then each is timed, while
+nothing else runs. A row is written as soon as its program was timed. A process of its own measures.
+If a program fails or takes longer than ``--limit``, its row says so, and a new process goes on.
+``--budget`` stops in time, and ``--add`` goes on with what is missing in the file, and then with
+the rows that have errors.
 
 ``--check`` measures nothing. It compares values and gradients at tiny sizes.
 """
 
+import argparse
+import collections
 import contextlib
 import functools
 import importlib
@@ -35,12 +44,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import environment
+from benchmarks import environment, processes, report
 from benchmarks.cases import fo
 from benchmarks.others import PACKAGES, WORKLOADS
 from benchmarks.others.program import BUILD, Program
 from benchmarks.programs import kernels, temp_bytes
-from benchmarks.report import Results
 
 NAMES = [*PACKAGES, *WORKLOADS]
 PHASES = ("forward", "step")
@@ -50,18 +58,25 @@ def options(add) -> None:
     add("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help="programs")
     add("--group", choices=("packages", "workloads"), help="one of the two lists")
     add("--tune", action="store_true", help="measure autofuse(tune=True) too")
-    add("--budget", type=float, default=3600, metavar="S", help="start no programs after S seconds")
+    add("--budget", type=float, default=3600, metavar="S", help="stop after S seconds")
+    add("--limit", type=float, default=180, metavar="S", help="seconds that a program may take")
     add("--together", type=int, default=8, metavar="N", help="programs that are compiled together")
     add("--sample", type=float, default=0.05, metavar="S", help="seconds of one sample")
     add("--samples", type=int, default=5, metavar="N", help="samples of a measurement")
+    add("--traces", type=int, default=1, metavar="N", help="traces after the first one")
     add("--add", action="store_true", help="keep the rows of the file, and measure the others")
     add("--tiny", action="store_true", help="tiny sizes in float32, for a test")
     add("--check", action="store_true", help="compare values at tiny sizes")
     add("--dtype", default="bfloat16", help="the dtype in which programs compute")
     add("--implementation", default="auto", help="of our ops: auto, native or xla")
+    add("--one", type=json.loads, help="print rows by these options, in this process")
 
 
 def run(options) -> None:
+    if options.one:
+        for row in measure(argparse.Namespace(**options.one)):
+            print(json.dumps(row), flush=True)
+        return
     names = [n for n in options.only if options.group is None or n in _group(options.group)]
     missing = [n for n in names if n in PACKAGES and not importlib.util.find_spec(PACKAGES[n][0])]
     for name in missing:
@@ -71,24 +86,61 @@ def run(options) -> None:
         for name in names:
             print(name, _text(functools.partial(check, name, options.implementation)), flush=True)
         return
-    begin = time.perf_counter()
-    jax.jit(fo.autofuse(jax.nn.softmax)).lower(jnp.ones((2, 2)))  # builds the patterns
-    facts = {"missing": missing, "first_trace_s": time.perf_counter() - begin}
-    results = Results(options.out, "others", **facts)
-    if options.add and results.path.exists():
-        results["rows"] = json.loads(results.path.read_text())["rows"]
-        known = {row["program"] for row in results["rows"]}
-        names = [name for name in names if name not in known]
-    begin = time.perf_counter()
-    for first in range(0, len(names), options.together):
-        group = names[first : first + options.together]
-        if time.perf_counter() - begin > options.budget:
-            print(f"no time for {', '.join(names[first:])}", flush=True)
-            break
-        for row in measure(group, options):
+    # The device's name is asked for in a process, too, because this one must not hold the device.
+    results = processes.process(["-c", processes.FACTS])
+    if "error" in results:
+        raise SystemExit(results["error"])
+    results |= {"missing": missing, "rows": []}
+    path = options.out / f"others-{environment.slug(results)}.json"
+    if options.add and path.exists():
+        results["rows"] = json.loads(path.read_text())["rows"]
+        failed = {row["program"]: "error" in row for row in results["rows"]}
+        names = [name for name in names if failed.get(name, True)]
+        names.sort(key=lambda name: name in failed)
+    for row in rows(names, options):
+        if "program" in row:
             print(json.dumps(row), flush=True)
-            results.add("rows", row)
-    results.end()
+            kept = [old for old in results["rows"] if old["program"] != row["program"]]
+            row = {"rows": [*kept, row]}
+        results |= row
+        report.write(path, results)
+    print(f"wrote {path}", flush=True)
+
+
+def rows(names: Sequence[str], options: Any) -> Iterator[dict]:
+    """The row of each program as soon as it is complete, and facts of the process before them.
+
+    A process measures. It prints a row with its ``stage`` when it begins to work on a program. When
+    it fails, or a program takes too long, the row so far gets an error, and a new process goes on.
+    """
+    left, end = list(names), time.monotonic() + options.budget
+    while left:
+        row, begin = {"program": "", "stage": "starting"}, time.monotonic()
+        seconds: dict[str, float] = collections.defaultdict(float)  # that each program took so far
+
+        def allowed() -> float:
+            own = options.limit - seconds[row["program"]]  # noqa: B023
+            return min(begin + own, end) - time.monotonic()  # noqa: B023
+
+        one = vars(options) | {"only": left, "one": None, "out": str(options.out)}
+        command = ["-m", "benchmarks", "others", "--one", json.dumps(one)]
+        for found in processes.stream(command, allowed):
+            before, begin = begin, time.monotonic()
+            seconds[row["program"]] += begin - before
+            if "program" in found:
+                row = found
+            elif "error" not in found:
+                yield found
+            elif begin > end - 1:
+                print(f"no time for {', '.join(left)}", flush=True)
+                return
+            elif not row["program"]:
+                raise SystemExit(found["error"])
+            elif "stage" in row:
+                row["error"] = f"{row.pop('stage')}: {found['error']}"
+            if "stage" not in row and row["program"] in left:
+                left.remove(row["program"])
+                yield row
 
 
 def _group(name: str) -> dict:
@@ -118,15 +170,14 @@ def fuses(program: Program, tune: bool) -> dict[str, Callable]:
 
 
 @contextlib.contextmanager
-def _cache(contender: str) -> Iterator[Path]:
-    """The folder of a cache of measurements that only this contender reads."""
+def _cache(folder: str) -> Iterator[None]:
+    """The folder of the cache of measurements, which no process but this one reads."""
     decisions = importlib.import_module("jax_fastops.autofuse._decisions")
-    folder = os.path.join(tempfile.gettempdir(), f"fastops-others-{os.getpid()}-{contender}")
     before = os.environ.get("JAX_FASTOPS_CACHE")
     os.environ["JAX_FASTOPS_CACHE"] = folder
     decisions.clear()
     try:
-        yield Path(folder)
+        yield
     finally:
         decisions.clear()
         os.environ.pop("JAX_FASTOPS_CACHE")
@@ -135,119 +186,154 @@ def _cache(contender: str) -> Iterator[Path]:
 
 
 class Prepared:
-    """The compiled forwards and steps of a program."""
+    """The compiled forwards and steps of a program, and its row."""
 
-    def __init__(self, name: str, options: Any):
+    def __init__(self, name: str, options: Any, pool: ThreadPoolExecutor):
         self.row: dict[str, Any] = {"program": name, "commit": environment.commit()}
+        self.options, self.pool = options, pool
         self.compiled: dict[str, dict[str, Any]] = {phase: {} for phase in PHASES}
         self.futures: list[tuple[str, str, Future]] = []
-        dtype = jnp.float32 if options.tiny else jnp.dtype(options.dtype).type
-        begin = time.perf_counter()
-        self.program = built(name, options.tiny, dtype)
-        self.row["build_s"] = time.perf_counter() - begin
+        self.building = pool.submit(self._build, name)
 
-    def lower(self, name: str, fuse: Callable, pool: ThreadPoolExecutor, wait=False) -> None:
-        """Traces both phases of a contender, and begins to compile them, or compiles each."""
-        inputs, batch = _like(self.program.inputs), _like(self.program.batch)
-        for phase in PHASES:
-            function = getattr(self.program, "evaluation" if phase == "forward" else phase)(fuse)
-            state = () if phase == "forward" else (jax.eval_shape(self.program.state),)
-            args = inputs if phase == "forward" else (*state, *batch)
-            donated = () if phase == "forward" else (0,)
+    def _build(self, name: str) -> Program:
+        dtype = jnp.float32 if self.options.tiny else jnp.dtype(self.options.dtype).type
+        begin = time.perf_counter()
+        program = built(name, self.options.tiny, dtype)
+        self.row["build_s"] = time.perf_counter() - begin
+        return program
+
+    def build(self) -> None:
+        self.program = self.building.result()
+
+    def compile(self) -> None:
+        """Traces plain and ``autofuse``, and begins to compile them."""
+        with tempfile.TemporaryDirectory() as folder, _cache(folder):
+            self._lower(fuses(self.program, False))
+
+    def tune(self) -> None:
+        """Tunes, and begins to compile the result. Tuning measures, so nothing else may run."""
+        with tempfile.TemporaryDirectory() as folder, _cache(folder):
+            self._lower({"tune": fuses(self.program, True)["tune"]})
+            self.row["tune_s"] = sum(self.row[f"tune_{phase}_first_trace_s"] for phase in PHASES)
+            files = sorted(Path(folder).glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+            self.row["tune_regions"] = [json.loads(path.read_text()) for path in files]
+
+    def _lower(self, contenders: dict[str, Callable]) -> None:
+        """Traces contenders in turns, and begins to compile their first traces."""
+        programs = {}
+        for turn in range(1 + self.options.traces):
+            for name, fuse in contenders.items():
+                for phase in PHASES:
+                    seconds, traced = self._trace(fuse, phase)
+                    if turn == 0:
+                        programs[name, phase] = traced
+                        self.row[f"{name}_{phase}_first_trace_s"] = seconds
+                    else:
+                        self.row.setdefault(f"{name}_{phase}_trace_s", []).append(seconds)
+        for (name, phase), traced in programs.items():
             begin = time.perf_counter()
-            traced = jax.jit(function, donate_argnums=donated).trace(*args)
-            self.row[f"{name}_{phase}_trace_s"] = time.perf_counter() - begin
-            self.futures.append((name, phase, pool.submit(traced.lower().compile)))
-            if wait:
-                self.wait()
+            lowered = traced.lower()
+            self.row[f"{name}_{phase}_lower_s"] = time.perf_counter() - begin
+            self.futures.append((name, phase, self.pool.submit(_timed, lowered.compile)))
+
+    def _trace(self, fuse: Callable, phase: str) -> tuple[float, Any]:
+        """A fresh trace of a phase, and its seconds."""
+        if phase == "forward":
+            function, args, donated = self.program.evaluation(fuse), self.program.inputs, ()
+        else:
+            state = jax.eval_shape(self.program.state)
+            function, args, donated = self.program.step(fuse), (state, *self.program.batch), (0,)
+        # JAX knows the traces of a function that it has seen.
+        jitted = jax.jit(lambda *args: function(*args), donate_argnums=donated)
+        args = _like(args)
+        return _timed(lambda: jitted.trace(*args))
 
     def wait(self) -> None:
         """Waits for the compilations, and keeps what the compiled programs say of themselves."""
         for name, phase, future in self.futures:
-            compiled = self.compiled[phase][name] = future.result()
+            seconds, compiled = future.result()
+            self.compiled[phase][name] = compiled
+            self.row[f"{name}_{phase}_compile_s"] = seconds
             self.row[f"{name}_{phase}_temp_bytes"] = temp_bytes(compiled)
             if name != "plain":
                 self.row[f"{name}_{phase}_kernels"] = found = kernels(compiled)
                 self.row[f"{name}_{phase}_equal"] = not found
         self.futures = []
 
-    def place(self) -> None:
-        """Puts the arguments on the device, and runs each step once from the same state."""
+    def time(self) -> None:
+        """Times all contenders twice, with the arguments in new memory."""
+        for _ in range(2):
+            for (name, phase), ms in times(self._calls(), self.options).items():
+                self.row.setdefault(f"{name}_{phase}_ms", []).append(ms)
+
+    def _calls(self) -> dict[tuple[str, str], Callable]:
+        """Puts the arguments on the device, and runs each program once, a step from one state."""
         device = jax.devices()[0]
         with _on_host():
             start = self.program.state()
-        self.inputs, self.batch = jax.device_put((self.program.inputs, self.program.batch), device)
-        for name, step in self.compiled["step"].items():
-            given = jax.device_put(start, device, may_alias=False)  # a step donates it
-            self.state, value = step(given, *self.batch)
-            self.row[f"{name}_loss"] = float(value)
+        inputs, batch = jax.device_put((self.program.inputs, self.program.batch), device)
+        state = None
 
-    def calls(self) -> dict[tuple[str, str], Callable]:
         def step(compiled):
-            self.state, value = compiled(self.state, *self.batch)
+            nonlocal state
+            state, value = compiled(state, *batch)
             return value
 
         found: dict[tuple[str, str], Callable] = {}
-        for name, compiled in self.compiled["forward"].items():
-            found[name, "forward"] = functools.partial(compiled, *self.inputs)
-        for name, compiled in self.compiled["step"].items():
-            found[name, "step"] = functools.partial(step, compiled)
+        for phase, programs in self.compiled.items():
+            for name, compiled in programs.items():
+                if phase == "forward":
+                    call = functools.partial(compiled, *inputs)
+                else:
+                    state = jax.device_put(start, device, may_alias=False)  # a step donates it
+                    call = functools.partial(step, compiled)
+                seconds, value = _timed(lambda call=call: jax.block_until_ready(call()))
+                parts = (self.row[f"{name}_{phase}_{part}_s"] for part in FIRST)
+                self.row.setdefault(f"{name}_{phase}_first_call_s", seconds + sum(parts))
+                if phase == "step":
+                    self.row[f"{name}_loss"] = float(value)
+                found[name, phase] = call
         return found
 
-    def free(self) -> None:
-        self.inputs = self.batch = self.state = None
+
+FIRST = ("first_trace", "lower", "compile")  # the parts of a first call before it runs
 
 
-def measure(names: Sequence[str], options: Any) -> Iterator[dict]:
-    """The rows of some programs, which are compiled at the same time, and measured in turn."""
-    rows: dict[str, dict] = {name: {"program": name} for name in names}
-    prepared: dict[str, Prepared] = {}
+def _timed(call: Callable) -> tuple[float, Any]:
+    """The seconds of a call, and its result."""
+    begin = time.perf_counter()
+    result = call()
+    return time.perf_counter() - begin, result
 
-    @contextlib.contextmanager
-    def errors(name):
-        """Keeps the error of a program, so that the others are measured."""
-        try:
-            with fo.use_implementation(options.implementation):
-                yield
-        except Exception as error:
-            rows[name] |= {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-            prepared.pop(name, None)
 
-    def each() -> list[tuple[str, Prepared]]:
-        return list(prepared.items())
+def measure(options: Any) -> Iterator[dict]:
+    """The rows of programs. A row with a ``stage`` is of a program that it begins to work on."""
+    softmax = jax.jit(fo.autofuse(jax.nn.softmax))  # the first trace builds the patterns
+    yield {"first_trace_s": _timed(lambda: softmax.lower(jnp.ones((2, 2))))[0]}
+    for first in range(0, len(options.only), options.together):
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            yield from _measured(options.only[first : first + options.together], options, pool)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        builds = {name: pool.submit(Prepared, name, options) for name in names}
-        for name in names:
-            with errors(name):
-                prepared[name] = one = builds[name].result()
-                rows[name] = one.row
-                for who, fuse in fuses(one.program, False).items():
-                    with _cache(who):
-                        one.lower(who, fuse, pool)
-        for name, one in each():
-            with errors(name):
-                one.wait()
-        # Tuning measures, so nothing else may run.
-        for name, one in each() if options.tune else ():
-            with errors(name):
-                begin = time.perf_counter()
-                with _cache("tune") as folder:
-                    known = set(folder.glob("*.json"))
-                    one.lower("tune", fuses(one.program, True)["tune"], pool, wait=True)
-                    new = set(folder.glob("*.json")) - known
-                    one.row["tune_regions"] = [json.loads(p.read_text()) for p in sorted(new)]
-                one.row["tune_s"] = time.perf_counter() - begin
-    for _ in range(2):
-        for name, one in each():
-            with errors(name):
-                one.place()
-                found = times(one.calls(), options)
-                one.free()
-                for (who, phase), ms in found.items():
-                    one.row.setdefault(f"{who}_{phase}_ms", []).append(ms)
-    for name in names:
-        yield rows[name]
+
+def _measured(names: Sequence[str], options: Any, pool: ThreadPoolExecutor) -> Iterator[dict]:
+    """The rows of programs that are compiled at the same time, and timed one after the other."""
+    stages = {"building": Prepared.build, "tracing": Prepared.compile, "compiling": Prepared.wait}
+    if options.tune:
+        stages |= {"tuning": Prepared.tune, "compiling what is tuned": Prepared.wait}
+    stages |= {"timing": Prepared.time}
+    prepared = [Prepared(name, options, pool) for name in names]
+    for stage, work in stages.items():
+        for one in list(prepared):
+            yield one.row | {"stage": stage}
+            try:
+                with fo.use_implementation(options.implementation):
+                    work(one)
+            except Exception as error:
+                text = f"{type(error).__name__}: {str(error)[:300]}"
+                one.row |= {"error": f"{stage}: {text}"}
+            if stage == "timing" or "error" in one.row:
+                yield one.row
+                prepared.remove(one)  # frees its arrays
 
 
 def times(calls: dict[Any, Callable], options: Any) -> dict[Any, float]:
