@@ -193,17 +193,13 @@ class Prepared:
         self.options, self.pool = options, pool
         self.compiled: dict[str, dict[str, Any]] = {phase: {} for phase in PHASES}
         self.futures: list[tuple[str, str, Future]] = []
-        self.building = pool.submit(self._build, name)
-
-    def _build(self, name: str) -> Program:
-        dtype = jnp.float32 if self.options.tiny else jnp.dtype(self.options.dtype).type
-        begin = time.perf_counter()
-        program = built(name, self.options.tiny, dtype)
-        self.row["build_s"] = time.perf_counter() - begin
-        return program
 
     def build(self) -> None:
-        self.program = self.building.result()
+        """In this thread: packages that import their parts late cannot do so in several."""
+        dtype = jnp.float32 if self.options.tiny else jnp.dtype(self.options.dtype).type
+        begin = time.perf_counter()
+        self.program = built(self.row["program"], self.options.tiny, dtype)
+        self.row["build_s"] = time.perf_counter() - begin
 
     def compile(self) -> None:
         """Traces plain and ``autofuse``, and begins to compile them."""
