@@ -8,7 +8,8 @@ process of its own:
 ``plain``     ``jax.nn.dot_product_attention``, with dropout written by hand where there is any
 ``hand``      two products and a softmax in float32, written by hand in plain JAX
 ``autofuse``  ``hand`` through ``autofuse``
-``cudnn``     ``jax.nn.dot_product_attention`` by cuDNN, on a GPU, without dropout and segments
+``cudnn``     ``jax.nn.dot_product_attention`` by cuDNN, on a GPU, without dropout. Segments are a
+              mask
 ``torch``     PyTorch's ``scaled_dot_product_attention``, compiled, with its own dropout
 
 A size is batch x length x heads x size of a head. In "window", a query attends to itself and to
@@ -47,7 +48,7 @@ def rows(options):
         for size in sizes
         for kind in options.kinds
         for name in options.contenders
-        if (name, kind) not in (("cudnn", "dropout"), ("cudnn", "segments"))
+        if (name, kind) != ("cudnn", "dropout")
         and not (name == "torch" and kind in MORE)
     ]
 
