@@ -119,10 +119,6 @@ KEPT = {
         ("shuffle", "barrier", "vector type"),
         "windows go over units and lanes, and wait in a ring in shared memory",
     ),
-    "softmax/[cp]*": (
-        ("shuffle", "barrier", "vector type", "loop over a row", "planner of rows"),
-        "an axis that is not the last: a block shares columns, not a row",
-    ),
 }
 
 

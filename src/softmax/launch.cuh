@@ -6,60 +6,14 @@
 #include <cuda_runtime_api.h>
 
 #include "core/cuda/launch.h"
-#include "softmax/column_registers.cuh"
-#include "softmax/columns.cuh"
-#include "softmax/plan.h"
-#include "softmax/rows.cuh"
+#include "softmax/functors.cuh"
 #include "softmax/run.h"
 
 namespace jax_fastops::cuda::softmax {
 
-inline LaunchConfig ConfigOf(const Plan& plan) {
-  return {.grid = dim3(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.blocks_y)),
-          .block = dim3(static_cast<unsigned>(plan.threads)),
-          .shared = static_cast<size_t>(plan.shared_bytes),
-          .cluster = plan.cluster};
-}
-
-template <typename T, bool kGrad, int kBytes>
-cudaError_t LaunchColumns(const Plan& plan, const Params& p, void* workspace, cudaStream_t stream) {
-  const auto kernel = KernelOf<Softmax, ColumnsKernel<T, kGrad, kBytes>>();
-  ColumnsParams q = plan.columns;
-  q.partials = workspace;
-  if (q.stage == RowStage::kReduce) {
-    const cudaError_t error = Launch(kernel, ConfigOf(plan), stream, p, q);
-    if (error != cudaSuccess) return error;
-    q.stage = RowStage::kWrite;
-  }
-  return Launch(kernel, ConfigOf(plan), stream, p, q);
-}
-
-template <typename T, bool kGrad>
-cudaError_t RunColumns(const Plan& plan, const Params& p, void* workspace, cudaStream_t stream) {
-  if constexpr (sizeof(T) < 8) {
-    const auto launch = [&](auto kernel) {
-      return Launch(kernel, ConfigOf(plan), stream, p, plan.registers);
-    };
-    switch (plan.kernel) {
-      case Kernel::kColumnRegisters:
-        return p.log ? launch(KernelOf<Softmax, ColumnRegistersKernel<T, kGrad, true, 16>>())
-                     : launch(KernelOf<Softmax, ColumnRegistersKernel<T, kGrad, false, 16>>());
-      case Kernel::kElementColumnRegisters:
-        return p.log
-                   ? launch(KernelOf<Softmax, ColumnRegistersKernel<T, kGrad, true, sizeof(T)>>())
-                   : launch(KernelOf<Softmax, ColumnRegistersKernel<T, kGrad, false, sizeof(T)>>());
-      case Kernel::kColumns:
-        return LaunchColumns<T, kGrad, ColumnUnitBytes(sizeof(T))>(plan, p, workspace, stream);
-      case Kernel::kElementColumns:
-        break;
-    }
-  }
-  return LaunchColumns<T, kGrad, sizeof(T)>(plan, p, workspace, stream);
-}
-
 template <typename T, bool kGrad>
 cudaError_t Run(const Arguments& arguments, cudaStream_t stream) {
-  const auto& [op, rows_plan, rows, plan, columns, workspace] = arguments;
+  const auto& [op, rows_plan, rows, columns_plan, columns, workspace] = arguments;
   if constexpr (sizeof(T) < 8) {
     if (rows_plan.holder != RowHolder::kNone) {
       if constexpr (kGrad) {
@@ -74,7 +28,8 @@ cudaError_t Run(const Arguments& arguments, cudaStream_t stream) {
       }
     }
   }
-  return RunColumns<T, kGrad>(plan, columns, workspace, stream);
+  return LaunchHeldColumns<Softmax, ColumnFunctors<kGrad>, T>(columns_plan, columns, op, workspace,
+                                                              stream);
 }
 
 }  // namespace jax_fastops::cuda::softmax

@@ -1,5 +1,5 @@
-// The arithmetic of softmax on single elements and units, which does not depend on how threads
-// share a row, and how kernels find their part of the mask.
+// The arithmetic of softmax on single elements and words, which does not depend on how threads
+// share a row.
 #ifndef JAX_FASTOPS_SOFTMAX_MATH_CUH_
 #define JAX_FASTOPS_SOFTMAX_MATH_CUH_
 
@@ -7,7 +7,6 @@
 #include <type_traits>
 
 #include "core/cuda/math.cuh"
-#include "core/cuda/offsets.cuh"
 #include "core/cuda/vec.cuh"
 #include "softmax/shape.h"
 
@@ -21,40 +20,31 @@ struct OpParams {
   RowDropout dropout;
 };
 
-// Of the kernels along other axes.
-struct Params : OpParams {
-  const void* a;  // x, or y
-  const void* b;  // dy
-  void* out;      // y, or dx
-  int64_t outer;
-  int64_t n;
-  int64_t inner;
-
-  const uint8_t* mask;  // null: none; always in the backward of softmax
-  int64_t mask_stride;  // along n
-  bool mask_units;      // the mask of a unit may be read in one load
-  Offsets<kMaxMaskRank> mask_outer;
-  Offsets<kMaxMaskRank> mask_inner;
-};
-
 // -------------------------------------------------------------------------------------------------
 // Rows
 
 __device__ __forceinline__ float MulAdd(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ __forceinline__ double MulAdd(double a, double b, double c) { return fma(a, b, c); }
 
-// Finds the element for which scale * x is largest: the largest element, or the smallest if the
-// scale is negative. 16-bit types compare two elements at once.
-template <typename T>
-struct Top {
+// Finds the elements for which scale * x is largest: the largest elements, or the smallest ones if
+// the scale is negative. Element i of a word counts for column i % kColumns. 16-bit types compare
+// two elements at once.
+template <typename T, int kColumns>
+struct Tops {
   using A = ComputeType<T>;
+  static constexpr int kPairs = (kColumns + 1) / 2;
 
-  A value = -A(INFINITY);
-  PairOf<std::conditional_t<sizeof(T) == 2, T, __half>> pair;
+  A values[kColumns];
+  PairOf<std::conditional_t<sizeof(T) == 2, T, __half>> pairs[kPairs];
   bool negative;
 
-  explicit __device__ __forceinline__ Top(A scale) : negative(scale < 0) {
-    if constexpr (sizeof(T) == 2) pair = Broadcast(FromCompute<T>(-A(INFINITY)));
+  explicit __device__ __forceinline__ Tops(A scale) : negative(scale < 0) {
+#pragma unroll
+    for (A& value : values) value = -A(INFINITY);
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+      for (auto& pair : pairs) pair = Broadcast(FromCompute<T>(-A(INFINITY)));
+    }
   }
   template <int kBytes>
   __device__ __forceinline__ void Add(const Vec<T, kBytes>& x) {
@@ -64,30 +54,39 @@ struct Top {
       for (int i = 0; i < Vec<T, kBytes>::kWords; ++i) {
         Vec<T, 4> flipped;
         flipped.words[0] = x.words[i] ^ sign;
-        pair = __hmax2(pair, flipped.Pair(0));
+        pairs[i % kPairs] = __hmax2(pairs[i % kPairs], flipped.Pair(0));
       }
     } else {
-      A values[Vec<T, kBytes>::kSize];
-      x.Unpack(values);
+      A xs[Vec<T, kBytes>::kSize];
+      x.Unpack(xs);
 #pragma unroll
-      for (const A own : values) value = fmax(value, negative ? -own : own);
+      for (int i = 0; i < Vec<T, kBytes>::kSize; ++i) {
+        values[i % kColumns] = fmax(values[i % kColumns], negative ? -xs[i] : xs[i]);
+      }
     }
   }
-  // The maximum of -x if the scale is negative, so that maxima can be combined by a maximum again.
-  __device__ __forceinline__ A Get() const {
-    if constexpr (sizeof(T) == 2) return fmax(value, fmax(ToCompute(pair.x), ToCompute(pair.y)));
-    return value;
+  // The maxima of -x if the scale is negative, so that maxima can be combined by a maximum again.
+  __device__ __forceinline__ void Get(A (&tops)[kColumns]) const {
+    if constexpr (sizeof(T) == 2 && kColumns == 1) {
+      tops[0] = fmax(values[0], fmax(ToCompute(pairs[0].x), ToCompute(pairs[0].y)));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        tops[i] = values[i];
+        if constexpr (sizeof(T) == 2) tops[i] = ToCompute(i % 2 ? pairs[i / 2].y : pairs[i / 2].x);
+      }
+    }
   }
 };
 
-// The result of Top as an element; NaN if scale * x is infinite.
+// A result of Tops as an element; NaN if scale * x is infinite.
 template <typename A>
 __device__ __forceinline__ A TopElement(A top, A scale) {
   if (scale < 0) top = -top;
   return fabs(top * scale) < A(INFINITY) ? top : A(NAN);
 }
 
-// Whether a result of Top::Get gives -inf when multiplied by the scale. If that is the maximum of
+// Whether a result of Tops gives -inf when multiplied by the scale. If that is the maximum of
 // the whole row, the row is undefined. If it is the maximum of a part, the part adds nothing to the
 // sum of the row.
 template <typename A>
@@ -102,7 +101,7 @@ __device__ __forceinline__ A PartTopElement(A top, A scale) {
 }
 
 // Converts a sum of exponentials relative to the maximum `from` into one relative to `to`. A
-// maximum of -inf means a sum over nothing, which is 0 or NaN. Maxima are results of Top::Get, so
+// maximum of -inf means a sum over nothing, which is 0 or NaN. Maxima are results of Tops, so
 // the scale is taken without its sign.
 template <typename A>
 __device__ __forceinline__ A Corrected(A total, A from, A to, A scale) {
@@ -214,23 +213,20 @@ __device__ __forceinline__ void Branch(bool flag, const Run& run) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Passes over one unit
+// Passes over one word
 
-// Pairwise sum, which is faster and more accurate than a sequential one.
-template <typename A, int kSize>
-__device__ __forceinline__ A SumOf(A (&values)[kSize]) {
+// Adds value i to the sum of column i % kColumns. Pairwise, which is faster and more accurate than
+// one after another.
+template <typename A, int kSize, int kColumns>
+__device__ __forceinline__ void AddTo(A (&values)[kSize], A (&sums)[kColumns]) {
 #pragma unroll
-  for (int half = kSize / 2; half > 0; half /= 2) {
+  for (int half = kSize / 2; half >= kColumns; half /= 2) {
 #pragma unroll
     for (int i = 0; i < half; ++i) values[i] += values[i + half];
   }
-  return values[0];
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) sums[i] += values[i];
 }
-
-// Whether the exponentials of softmax can replace the elements without loss, because the element
-// type is as wide as the compute type.
-template <typename T>
-inline constexpr bool kKeepsPowers = sizeof(T) >= 4;
 
 }  // namespace jax_fastops::cuda::softmax
 

@@ -5,21 +5,22 @@
 
 #include <cuda_runtime_api.h>
 
+#include "core/cuda/held_columns.cuh"
 #include "core/cuda/held_rows.cuh"
 #include "softmax/math.cuh"
-#include "softmax/plan.h"
 
 namespace jax_fastops::cuda::softmax {
 
 struct Softmax;  // the family, in the list of kernels
 
-// What a call becomes: rows along the minor axis, if `rows_plan` has a kernel for them, or columns.
+// What a call becomes: rows along the minor axis, if `rows_plan` has a kernel for them, or columns
+// along any axis.
 struct Arguments {
   OpParams op;
   HeldPlan rows_plan;
   HeldRows rows;
-  Plan plan;
-  Params columns;
+  ColumnsPlan columns_plan;
+  HeldColumns columns;
   void* workspace;
 };
 

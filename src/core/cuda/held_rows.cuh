@@ -203,15 +203,14 @@ __global__ void __launch_bounds__(kStreamedThreads, 3)
                        const __grid_constant__ typename Functor<T>::Params params) {
   using F = Functor<T>;
   using A = ComputeType<T>;
-  using Sums = Group<A, F::kSums>;
-  __shared__ typename Sums::Scratch scratch;
+  __shared__ typename HeldGroup<F>::Scratch scratch[F::kReductions];
   // What was read last by the launch that reduces is still in the cache.
   const bool writes_only = launch.stage == RowStage::kWrite;
   const uint32_t here = writes_only ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const int64_t number = Divide(here, launch.blocks);
   const int blocks = static_cast<int>(launch.blocks.divisor);
   const int block = static_cast<int>(here - number * blocks);  // of a cluster, if there is one
-  Sums group{&scratch, kStreamedThreads};
+  HeldGroup<F> group{scratch, kStreamedThreads};
   group.Begin();
   F functor(params, number);
   const RowSlice<T, F::kInputs> whole(rows, true, number, true, static_cast<int>(threadIdx.x),
