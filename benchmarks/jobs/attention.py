@@ -48,8 +48,7 @@ def rows(options):
         for size in sizes
         for kind in options.kinds
         for name in options.contenders
-        if (name, kind) != ("cudnn", "dropout")
-        and not (name == "torch" and kind in MORE)
+        if (name, kind) != ("cudnn", "dropout") and not (name == "torch" and kind in MORE)
     ]
 
 
