@@ -72,10 +72,11 @@ def _split_tokens(x, chunks: int, fill, axis: int):
     return jnp.moveaxis(split(x, axis, (x.shape[axis] // chunks, chunks)), axis + 1, 0)
 
 
-def _parts(x, labels, chunks: int) -> list:
+def _parts(x, labels, weights, chunks: int) -> list:
     x = jnp.where((labels >= 0)[..., None], x, jnp.zeros_like(x))  # 0 times NaN would be NaN
     axis = labels.ndim - 1
-    return [_split_tokens(x, chunks, 0, axis), _split_tokens(labels, chunks, -1, axis)]
+    filled = (x, 0), (labels, -1), (weights, 0)
+    return [None if a is None else _split_tokens(a, chunks, fill, axis) for a, fill in filled]
 
 
 def _join_tokens(x, tokens: int, axis: int):
@@ -168,7 +169,7 @@ def _over_chunks(body, start, arrays, chunks: int):
     """``lax.scan``, or a call of ``body`` if there is one chunk."""
     if chunks > 1:
         return jax.lax.scan(body, start, arrays)
-    carry, result = body(start, [array[0] for array in arrays])
+    carry, result = body(start, jax.tree.map(lambda x: x[0], arrays))
     return carry, jax.tree.map(lambda x: x[None], result)
 
 
@@ -178,21 +179,25 @@ def _zeros(like, dtype, *others):
     return as_varying(jnp.zeros_like(like, dtype=dtype), axes)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
-def _total(x, table, bias, labels, options: _Options):
-    """The sum of the losses of tokens ``[..., d]``."""
+def _weighted(losses, weights):
+    return losses if weights is None else losses * weights
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(5,))
+def _total(x, table, bias, weights, labels, options: _Options):
+    """The sum of the losses of tokens ``[..., d]``, each times its weight if there are any."""
     layer = _layer(x, table, bias, options)
 
     def body(_, part):
-        x, labels = part
-        return None, _losses_of_chunk(x, labels, layer, options).sum()
+        x, labels, weights = part
+        return None, _weighted(_losses_of_chunk(x, labels, layer, options), weights).sum()
 
-    parts = _parts(x, labels, options.chunks)
+    parts = _parts(x, labels, weights, options.chunks)
     return _over_chunks(body, None, parts, options.chunks)[1].sum()
 
 
-def _total_and_gradients(x, table, bias, labels, options: _Options, needs_grad):
-    """The sum, and its gradients of those of ``x``, ``table`` and ``bias`` that need one."""
+def _total_and_gradients(x, table, bias, weights, labels, options: _Options, needs_grad):
+    """The sum, and its gradients of those operands with a gradient that need one."""
     wide, chunks = accumulator_dtype(x.dtype), options.chunks
     layer, axis = _layer(x, table, bias, options), x.ndim - 2
     class_axis = options.class_axis
@@ -201,10 +206,10 @@ def _total_and_gradients(x, table, bias, labels, options: _Options, needs_grad):
 
     def body(carry, part):
         dtable, dbias = carry
-        x, labels = part
+        x, labels, weights = part
         raw = _products(x, layer, options)
         losses, pullback = jax.vjp(lambda raw: _losses(raw, layer.offset, labels, options), raw)
-        (draw,) = pullback(jnp.ones_like(losses))
+        (draw,) = pullback(jnp.ones_like(losses) if weights is None else weights)
         dx = None
         if needs_grad[0]:
             dx = _dot(draw, layer.table, ((x.ndim - 1,), (class_axis,)), x.dtype, options)
@@ -213,32 +218,33 @@ def _total_and_gradients(x, table, bias, labels, options: _Options, needs_grad):
             dtable = dtable + _dot(*pair, (tokens, tokens), wide, options)
         if needs_grad[2]:
             dbias = dbias + draw.astype(wide).sum(tokens)
-        return (dtable, dbias), (losses.sum(), dx)
+        dweights = losses if needs_grad[3] else None
+        return (dtable, dbias), (_weighted(losses, weights).sum(), dx, dweights)
 
-    parts = _parts(x, labels, chunks)
+    parts = _parts(x, labels, weights, chunks)
     start = (
         _zeros(layer.table, wide, x, labels) if needs_grad[1] else None,
         _zeros(layer.offset, wide, x, labels, table) if needs_grad[2] else None,
     )
-    (dtable, dbias), (totals, dx) = _over_chunks(body, start, parts, chunks)
+    (dtable, dbias), (totals, dx, dweights) = _over_chunks(body, start, parts, chunks)
     grads = [
         None if dx is None else _join_tokens(dx, x.shape[axis], axis),
         None if dtable is None else jax.lax.slice_in_dim(dtable, 0, classes, axis=class_axis),
         None if dbias is None else jax.lax.slice_in_dim(dbias, 0, classes),
+        None if dweights is None else _join_tokens(dweights, x.shape[axis], axis),
     ]
     return totals.sum(), [
         # Before the cotangent of a mean divides it, a sum over tokens may be too large for float16.
         g if g is None or a.dtype == jnp.float16 else g.astype(a.dtype)
-        for g, a in zip(grads, (x, table, bias), strict=True)
+        for g, a in zip(grads, (x, table, bias, weights), strict=True)
     ]
 
 
 @functools.partial(_total.defjvp, symbolic_zeros=True)
 def _total_jvp(options, primals, tangents):
-    moving = [None if isinstance(t, SymbolicZero) else t for t in tangents[:3]]
+    moving = [None if isinstance(t, SymbolicZero) else t for t in tangents[:4]]
     needs_grad = [t is not None for t in moving]
-    x, table, bias, labels = primals
-    total, grads = _total_and_gradients(x, table, bias, labels, options, needs_grad)
+    total, grads = _total_and_gradients(*primals, options, needs_grad)
     terms = [
         (g.astype(total.dtype) * t.astype(total.dtype)).sum()
         for g, t in zip(grads, moving, strict=True)
@@ -258,7 +264,7 @@ def _each(x, table, bias, labels, options: _Options):
         layer = jax.tree.map(lambda a: a.astype(x.dtype), layer)
         return _losses_of_chunk(x, labels, layer, options)
 
-    parts = _parts(x, labels, chunks)
+    parts = _parts(x, labels, None, chunks)[:2]
     found = _over_chunks(lambda _, part: (None, losses(*part, layer)), None, parts, chunks)[1]
     return _join_tokens(found, x.shape[-2], x.ndim - 2)
 
@@ -335,8 +341,24 @@ def linear_cross_entropy(
       >>> print(f"{fo.linear_cross_entropy(x, table, jnp.array([0, 1, 0])):.2f}")
       6.67
     """
+    return weighted_cross_entropy(
+        x, table, labels, None, bias, where, label_smoothing, z_loss, softcap, reduction, chunk,
+        class_axis, precision,
+    )  # fmt: skip
+
+
+def weighted_cross_entropy(
+    x, table, labels, weights, bias=None, where=None, label_smoothing=0.0, z_loss=0.0,
+    softcap=None, reduction="mean", chunk=None, class_axis=0, precision=None,
+) -> jax.Array:  # fmt: skip
+    """:func:`linear_cross_entropy`, where the sum is one of losses times ``weights``.
+
+    These have the shape of ``labels`` and the dtype of the losses, or are ``None``. They are of no
+    use for a reduction other than ``"sum"``.
+    """
     name = "linear_cross_entropy"
-    optional = {key: v for key, v in dict(bias=bias, where=where).items() if v is not None}
+    optional = dict(bias=bias, where=where, weights=weights)
+    optional = {key: v for key, v in optional.items() if v is not None}
     given: dict[str, Any] = dict(x=x, table=table, labels=labels, **optional)
     arrays: dict[str, Any] = dict(zip(given, as_arrays(name, **given), strict=True))
     for key in ("x", "table", "bias"):
@@ -354,6 +376,7 @@ def linear_cross_entropy(
     one_of(name, "reduction", reduction, ("mean", "sum", "none"))
     arrays = dict(zip(arrays, match_varying(list(arrays.values())), strict=True))
     hidden, matrix, row_bias = arrays["x"], arrays["table"], arrays.get("bias")
+    weights = arrays.get("weights")
     classes, of = matrix.shape[axis], "that of x without its last axis"
     index = prepared_labels(
         name, arrays["labels"], arrays.get("where"), hidden.shape[:-1], classes, of
@@ -363,6 +386,7 @@ def linear_cross_entropy(
     # Even chunks of the last dimension of the tokens leave all dimensions sharded.
     if tokens == 0 or (chunks > 1 and -shape[-1] % chunks > shape[-1] // 8):
         index, hidden = merge(index, 0, tokens), merge(hidden, 0, tokens)
+        weights = None if weights is None else merge(weights, 0, tokens)
     kept = index >= 0
     # A label that is too large must also be too large for the padded table.
     index = jnp.where(index < classes, index, 2**31 - 1)
@@ -373,7 +397,7 @@ def linear_cross_entropy(
         return (
             losses if losses.ndim == tokens else reshape(losses, shape, spec_of(arrays["labels"]))
         )
-    total = _total(hidden, matrix, row_bias, index, static)
+    total = _total(hidden, matrix, row_bias, weights, index, static)
     if reduction == "sum":
         return total
     return total / jnp.maximum(kept.astype(total.dtype).sum(), 1)

@@ -460,6 +460,13 @@ PROGRAMS = {
         (X, W, BIAS, LABELS[:, 1:]),
         ["linear_cross_entropy"],
     ),
+    "linear loss, masked and weighted": (
+        lambda x, w, k, labels: jnp.sum(
+            jnp.where(labels > 3, z_loss(x @ w.T + BIAS, labels) * k / (1 + k * k), 0)
+        ),
+        (X, W, X[..., 0], LABELS),
+        ["linear_cross_entropy"],
+    ),
     "linear loss, moved": (
         lambda x, w, labels: jnp.mean(
             label_loss(jnp.moveaxis(jnp.einsum("bld,vd->vbl", x, w), 0, -1), labels)

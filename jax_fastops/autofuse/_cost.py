@@ -62,8 +62,8 @@ def traffic(region: Region, fused: bool, step: bool) -> int:
     return _bytes(*_Model(region, fused, step).program())
 
 
-def saves(region: Region, step: bool) -> bool:
-    """Whether the model does not speak against the calls.
+def more_bytes(region: Region, step: bool) -> tuple[int, int] | None:
+    """The bytes with the calls and in the plain form, if the model speaks against the calls.
 
     They must save bytes. If the table measured just this call, because nothing is next to it that
     XLA would fuse, they may also take as many; but no element-wise forward, which XLA can fuse
@@ -72,12 +72,14 @@ def saves(region: Region, step: bool) -> bool:
     """
     names = {node.equation.primitive.name for node in region.inner if not is_local(node)}
     if not names.isdisjoint(_NOT_MODELED):
-        return True
-    plain, fused = (traffic(region, form, step) for form in (False, True))
+        return None
+    fused, plain = (traffic(region, form, step) for form in (True, False))
     simple = {"transpose", *REDUCTIONS}.isdisjoint(node.name for node in region.inner)
     if _has_neighbors(region) or (simple and not step):
-        return fused < 0.98 * plain
-    return fused <= 1.02 * plain
+        saves = fused < 0.98 * plain
+    else:
+        saves = fused <= 1.02 * plain
+    return None if saves else (fused, plain)
 
 
 def _has_neighbors(region: Region) -> bool:

@@ -111,9 +111,11 @@ def _verdict(region: Region, times: Measured, source: str, platform: str) -> Ver
             texts.append(f"{phase} {_seconds(kernel)} by kernel, {_seconds(plain)} plain")
             if abs(kernel - plain) > _SAME * plain:
                 choice = kernel < plain
-        if choice is None and platform == "cuda" and not _cost.saves(region, phase == "step"):
-            choice = False
-            texts.append(f"{phase} moves {_moved(region, phase == 'step')}")
+        if choice is None and platform == "cuda":
+            if (moved := _cost.more_bytes(region, phase == "step")) is not None:
+                choice = False
+                kernel, plain = (f"{size / 1e6:.3g} MB" for size in moved)
+                texts.append(f"{phase} moves {kernel} by kernel, {plain} plain")
         choices.append(choice)
     if choices[1] is False and any(map(has_products, region.inner)):
         choices[0] = False
@@ -125,11 +127,6 @@ def _verdict(region: Region, times: Measured, source: str, platform: str) -> Ver
 
 def _seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
-
-
-def _moved(region: Region, step: bool) -> str:
-    fused, plain = (_cost.traffic(region, form, step) / 1e6 for form in (True, False))
-    return f"{fused:.3g} MB by kernel, {plain:.3g} MB plain"
 
 
 # ---- what was measured ---------------------------------------------------------------------------

@@ -7,6 +7,7 @@ table as it is stored, before casts and transpositions of the program.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from jax_fastops import _implementation
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops.autofuse._losses import LossCall
+from jax_fastops.autofuse._losses import LossCall, with_factors
 from jax_fastops.autofuse._numpy import MOVES
 from jax_fastops.autofuse._one_hot import OneHotLossRule
 from jax_fastops.autofuse._pattern import near
@@ -24,6 +25,7 @@ from jax_fastops.autofuse._rule import Read, Rewrite, Rule
 from jax_fastops.autofuse._value import FUSIBLE, USED, Value, values_between
 
 _NAME = "linear_cross_entropy"
+_MAX_FACTORS = 4
 
 
 class LinearLossRule(Rule):
@@ -33,10 +35,8 @@ class LinearLossRule(Rule):
         for losses in _losses_of(value):
             found = (self.search.match(r, losses.each) for r in (OneHotLossRule, PatternRule))
             match = next(filter(None, found), None)
-            if match is None:
+            if match is None or not isinstance(call := match.call.op, LossCall):
                 continue
-            if not isinstance(call := match.call.op, LossCall):
-                return None
             rewrite = self._of_losses(value, losses, match, call)
             if isinstance(rewrite, Rewrite):
                 return rewrite
@@ -49,34 +49,38 @@ class LinearLossRule(Rule):
         self, value: Value, losses: _Losses, match: Rewrite, call: LossCall
     ) -> Rewrite | str | None:
         """The rewrite of losses that match, or as text why there is none."""
-        (x, read), (labels, read_labels), *factors = match.operands.values()
+        factors = match.operands
+        (x, read), (labels, read_labels) = factors.pop("x"), factors.pop("labels")
         numbers = dict(match.call.options)
         summed = numbers.pop("summed", ())
-        some = len(summed) not in (0, len(read.sizes) - 1)
-        if factors or some or read_labels.sizes != read.sizes[:-1]:
-            return None
         is_sum = losses.each is not value or bool(summed)
+        if (factors and not is_sum) or read_labels.sizes != read.sizes[:-1]:
+            return None
+        if 0 < len(summed) < len(read.sizes) - 1 and (losses.each is value or losses.factors):
+            return None
         logits, sizes = x.source(), tuple(d for d in read.sizes if d != 1)
         if read.order or sizes != logits.value.sizes or not logits.is_whole:
             return "the logits are transposed" if _follows_product(logits.value) else None
         product = _product(logits.value, losses, is_sum)
         if not isinstance(product, Product):
             return product
-        ends = {losses.each} if losses.where is None else {losses.each, losses.where}
-        between = {losses.each, *logits.passed} | values_between(value, ends)
+        arrays = {array for _, array, _ in losses.factors}
+        between = {losses.each, *logits.passed} | values_between(value, {losses.each, *arrays})
         between |= values_between(logits.value, product.ends)
         nodes = {v.node for v in match.inner | between}
-        if any(v.is_used_outside(nodes) for v in between - {value}):
+        own = any(v.source(narrowing=True).value in match.inner | between for v in arrays)
+        if own or any(v.is_used_outside(nodes) for v in between - {value}):
             return USED
-        tokens = read_labels.sizes if summed else losses.each.shape
+        tokens = read_labels.sizes if summed or factors else losses.each.shape
         features = product.x.shape[-1]
         reads = {
             "x": (product.x, Read((*tokens, features), part=product.part)),
             **product.reads,
             "labels": (labels, dataclasses.replace(read_labels, sizes=tokens)),
         }
-        if losses.where is not None:
-            reads["where"] = losses.where, Read(tokens, None, losses.counts)
+        for kind, array, keep in losses.factors:
+            reads[f"{kind} {len(reads)}"] = array, Read(tokens, None, keep)
+        reads |= factors
         options = numbers | product.options
         options["reduction"] = "sum" if is_sum else "none"
         op = ProductCall(call, losses.factor, product.scale, product.fill)
@@ -96,7 +100,19 @@ class ProductCall:
     scale: float
     fill: float
 
-    def __call__(self, x, table, labels, bias=None, where=None, classes=None, **options):
+    def __call__(self, x, table, labels, bias=None, classes=None, **more):
+        kinds = "mask", "weight", "divisor"
+        factors = {
+            name: jnp.broadcast_to(more.pop(name), labels.shape)
+            for name in list(more)
+            if name.startswith(kinds)
+        }
+        options, where, weights = more, None, None
+        masks = [array for name, array in factors.items() if name.startswith("mask")]
+        if masks:
+            where = functools.reduce(jnp.logical_and, masks)
+        if len(masks) < len(factors):
+            weights = with_factors(jnp.ones(labels.shape, accumulator_dtype(x.dtype)), factors)
         if self.scale != 1:
             wide = x.astype(accumulator_dtype(x.dtype))
             x = (wide * self.scale).astype(x.dtype)
@@ -109,7 +125,7 @@ class ProductCall:
             narrow = min(x.dtype, bias.dtype, key=lambda dtype: float(jnp.finfo(dtype).max))
             lowest = -math.inf if self.fill == -math.inf else float(jnp.finfo(narrow).min)
             bias = jnp.where(classes, bias, jnp.full_like(bias, max(self.fill, lowest)))
-        losses = self.losses.of_product(x, table, labels, bias, where, **options)
+        losses = self.losses.of_product(x, table, labels, bias, where, weights, **options)
         return losses if self.factor == 1 else self.factor * losses
 
 
@@ -120,52 +136,54 @@ class ProductCall:
 class _Losses:
     """The losses that a value is, or that it is ``factor`` times the sum of.
 
-    If some of them count, ``counts`` says whether those do for which ``where`` is True.
+    Before the sum are ``factors``, the outermost first: what each is (see ``with_factors``), the
+    array, and the sign of a mask.
     """
 
     each: Value
     factor: float = 1.0
-    where: Value | None = None
-    counts: bool = True
+    factors: tuple[tuple[str, Value, bool | None], ...] = ()
 
 
 def _losses_of(value: Value) -> Iterator[_Losses]:
-    """What may be the losses in a value: what it sums in one or several steps, and itself.
-
-    Between the sums may be factors and reshapes.
-    """
+    """What may be the losses in a value: what it sums in one or several steps, and itself."""
     if value.node.name == "reduce_sum" and not value.shape:
-        found = _Losses(value.node.inputs[0])
-        while True:
-            each = found.each
-            if (whole := each.whole_source()) is None:
-                break
-            if whole.value is not each:
-                found = dataclasses.replace(found, each=whole.value)
-                continue
-            yield found
-            masked = _masked(each) if found.where is None else None
-            if masked is not None:
-                found = dataclasses.replace(masked, factor=found.factor)
-            elif (multiple := each.multiple) is not None and multiple[1].shape == each.shape:
-                found = dataclasses.replace(
-                    found, each=multiple[1], factor=found.factor * multiple[0]
-                )
-            elif each.node.name == "reshape" or (
-                each.node.name == "reduce_sum" and found.where is None
-            ):
-                found = dataclasses.replace(found, each=each.node.inputs[0])
-            else:
-                break
+        yield from _inside(_Losses(value.node.inputs[0]))
     yield _Losses(value)
 
 
-def _masked(value: Value) -> _Losses | None:
-    """The losses that a value has where a mask selects them. It is 0 elsewhere."""
+def _inside(losses: _Losses) -> Iterator[_Losses]:
+    """What may be the losses in a sum of these, before factors, reshapes and other sums."""
+    if (whole := losses.each.whole_source()) is None:
+        return
+    each = whole.value
+    losses = dataclasses.replace(losses, each=each)
+    yield losses
+    node, inputs = each.node, each.node.inputs
+    if (multiple := each.multiple) is not None:
+        number, array = multiple
+        if array.shape == each.shape:
+            factor = losses.factor * number
+            yield from _inside(dataclasses.replace(losses, each=array, factor=factor))
+    elif node.name == "reshape" or (node.name == "reduce_sum" and not losses.factors):
+        yield from _inside(dataclasses.replace(losses, each=inputs[0]))
+    elif len(losses.factors) < _MAX_FACTORS:
+        for factor, array in _factors(each):
+            if factor[1].shape == array.shape:
+                factors = (*losses.factors, factor)
+                yield from _inside(dataclasses.replace(losses, each=array, factors=factors))
+
+
+def _factors(value: Value) -> Iterator[tuple[tuple[str, Value, bool | None], Value]]:
+    """What a value may be: a factor of losses, and these losses."""
+    if value.node.name in ("mul", "div"):
+        a, b = value.node.inputs
+        yield ("weight" if value.node.name == "mul" else "divisor", b, None), a
+        if value.node.name == "mul" and a is not b:
+            yield ("weight", a, None), b
     for mask, losses, zero, keep in value.selections():
-        if zero.number == 0 and mask.shape == losses.shape:
-            return _Losses(losses, 1.0, mask, keep)
-    return None
+        if zero.number == 0:
+            yield ("mask", mask, keep), losses
 
 
 # ---- the product ---------------------------------------------------------------------------------

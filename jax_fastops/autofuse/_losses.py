@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ from jax_fastops._signature import accumulator_dtype
 from jax_fastops.autofuse._pattern import add
 from jax_fastops.autofuse._patterns import OF_LOG_SOFTMAX, OF_LOGSUMEXP, log_softmax_by_hand
 from jax_fastops.cross_entropy import cross_entropy, cross_entropy_of_one_hot
-from jax_fastops.linear_cross_entropy import linear_cross_entropy
+from jax_fastops.linear_cross_entropy import weighted_cross_entropy
 
 # ---- labels --------------------------------------------------------------------------------------
 
@@ -93,22 +94,26 @@ class _Logits(_Common):
 
 @dataclasses.dataclass(frozen=True)
 class _Product(_Common):
-    """The operands of ``linear_cross_entropy``."""
+    """The operands of ``weighted_cross_entropy``."""
 
     table: Any
     bias: Any
     where: Any
+    weights: Any
 
     def losses(self, labels, more=None):
         """The losses or their sum, where ``more`` is added to the loss of each token."""
-        options = dict(bias=self.bias, where=self.where, **self.options)
-        losses = linear_cross_entropy(self.x, self.table, labels, **options)
+        operands = self.x, self.table, labels, self.weights, self.bias, self.where
+        losses = weighted_cross_entropy(*operands, **self.options)
         return losses if more is None else self.plus(losses, more)
 
     def plus(self, losses, more):
         """The losses or their sum, and ``more`` for each token."""
         if self.options["reduction"] == "sum":
-            more = jnp.sum(more if self.where is None else jnp.where(self.where, more, 0))
+            more = more if self.where is None else jnp.where(self.where, more, 0)
+            if (weights := self.weights) is not None:  # 0 times infinity adds nothing
+                more = jnp.where(jnp.isfinite(weights) | (more != 0), more * weights, 0)
+            more = jnp.sum(more)
         return losses + more
 
     def some_class(self):
@@ -137,12 +142,20 @@ class _Product(_Common):
             return low
         return (low if self.where is None else low & self.where).any()
 
+    def has_large_weight(self):
+        """Whether a weight, such as one over 0, makes the sum of finite losses infinite or NaN."""
+        if self.weights is None:
+            return False
+        return ~(jnp.abs(self.weights) < math.sqrt(jnp.finfo(self.weights.dtype).max)).all()
+
 
 _Operands = _Logits | _Product
 
 
-def _nan_if_infinite(losses, overflows):
+def _nan_if_infinite(of: _Operands, losses, overflows):
     """NaN, also as the gradient, in place of losses that are infinite and do not overflow."""
+    if isinstance(of, _Product):
+        overflows |= of.has_large_weight()
     return losses * jnp.where(jnp.isfinite(losses) | overflows, 1, jnp.nan)
 
 
@@ -157,7 +170,7 @@ def _of_log_softmax(of: _Operands):
     The NaN of a label that is no class has no gradient.
     """
     labels = padding(_wrapped(of.labels, of.classes), of.classes)
-    losses = _nan_if_infinite(of.losses(labels), of.overflows())
+    losses = _nan_if_infinite(of, of.losses(labels), of.overflows())
     return of.plus(losses, jnp.where(labels < 0, jnp.nan, 0))
 
 
@@ -194,7 +207,7 @@ def _of_one_hot(of: _Operands):
         losses = cross_entropy_of_one_hot(of.x, of.labels, **of.options)
     # With label smoothing, a row with +inf has NaN, and the test would read all logits.
     is_product = isinstance(of, _Product)
-    return losses if smooth else _nan_if_infinite(losses, not is_product and of.overflows())
+    return losses if smooth else _nan_if_infinite(of, losses, not is_product and of.overflows())
 
 
 def _nearest_class(losses: Callable) -> Callable:
@@ -204,7 +217,7 @@ def _nearest_class(losses: Callable) -> Callable:
 
 def _nan_with_inf(losses: Callable) -> Callable:
     """Wraps ``losses``: a row with +inf gives NaN, as inf - inf or 0 * inf, with its gradient."""
-    return lambda of: _nan_if_infinite(losses(of), isinstance(of, _Logits) and of.overflows())
+    return lambda of: _nan_if_infinite(of, losses(of), isinstance(of, _Logits) and of.overflows())
 
 
 def losses_by_label(logits, labels, axis: int = -1):
@@ -213,12 +226,25 @@ def losses_by_label(logits, labels, axis: int = -1):
     return cross_entropy(logits, labels, axis=axis).astype(logits.dtype)
 
 
+def with_factors(losses, factors: dict[str, Any]):
+    """The losses, multiplied or divided by arrays, or masked, from the last factor to the first.
+
+    The name of a factor begins with what it is: ``weight``, ``divisor`` or ``mask``.
+    """
+    for name, array in reversed(factors.items()):
+        if name.startswith("mask"):
+            losses = jnp.where(array, losses, 0)
+        else:
+            array = array.astype(losses.dtype)
+            losses = losses * array if name.startswith("weight") else losses / array
+    return losses
+
+
 @dataclasses.dataclass(frozen=True)
 class LossCall:
     """The call that replaces a form, with label smoothing and z-loss as numbers of the program.
 
-    The losses may be summed along some dimensions. Before, they are multiplied or divided by
-    arrays, or masked, in the order of ``factors`` from the last to the first.
+    The losses may be summed along some dimensions, after ``with_factors``.
     """
 
     losses: Callable[[_Operands], Any]
@@ -228,19 +254,14 @@ class LossCall:
         if labels.shape != x.shape[:-1]:  # some rows of logits have one label
             labels = jnp.broadcast_to(labels, x.shape[:-1])
         losses = factor * self.losses(_Logits(wide(labels), x.shape[-1], options, x))
-        for name, array in reversed(factors.items()):
-            if name.startswith("mask"):
-                losses = jnp.where(array, losses, 0)
-            else:
-                array = array.astype(losses.dtype)
-                losses = losses * array if name.startswith("weight") else losses / array
+        losses = with_factors(losses, factors)
         return losses.sum(summed) if summed else losses
 
-    def of_product(self, x, table, labels, bias=None, where=None, **options):
-        """The losses, or their sum, of logits ``x @ table.T + bias`` (``class_axis=0``)."""
+    def of_product(self, x, table, labels, bias=None, where=None, weights=None, **options):
+        """The losses, or their weighted sum, of logits ``x @ table.T + bias``."""
         factor, options = self._options(**options)
         classes = table.shape[options["class_axis"]]
-        operands = wide(labels), classes, options, x, table, bias, where
+        operands = wide(labels), classes, options, x, table, bias, where, weights
         return factor * self.losses(_Product(*operands))
 
     def _options(self, share, smooth, z, **options) -> tuple[float, dict[str, Any]]:

@@ -49,7 +49,7 @@ class _Product:
       number: the product of the numbers.
       log_p: the log probabilities, if they are a factor.
       factors: arrays without classes, the outermost first. Each has a name that says what it does:
-        see ``LossCall``. A mask has its sign.
+        see ``with_factors``. A mask has its sign.
       passed: the values from the product to the log probabilities.
     """
 
