@@ -34,9 +34,8 @@ from harness.case import (
     take,
 )
 from harness.compat import make_mesh, x64
-from harness.numerics import assert_matches
 from harness.programs import targets
-from harness.transforms import oracle
+from harness.transforms import Expected, oracle
 
 COLLECTIVE = re.compile(
     r"\s(all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
@@ -201,20 +200,19 @@ def shard_map(mesh: Mesh, program: Program) -> Callable[[Callable[..., Any]], Ca
     )
 
 
-def unsharded(case: Case, program: Program, key: Any, with_oracle: bool) -> tuple[Any, Any]:
+def unsharded(case: Case, program: Program, key: Any, with_oracle: bool) -> Expected:
     """The results of the reference on one device, and of the oracle. Many checks share them."""
     name, key = key, (case, program.args[0].dtype, with_oracle, key)
     if key not in _unsharded:
         fn, exact = program.make(case.reference), None
-        with x64(program.args[0].dtype == np.float64):
-            want = jax.jit(fn)(*program.args)
         if with_oracle:
             exact = oracle(fn, *program.args, case=case, name=name)
-        _unsharded[key] = jax.tree.map(np.asarray, want), exact
+        wide = program.args[0].dtype == np.float64
+        _unsharded[key] = Expected(fn, program.args, wide, exact)
     return _unsharded[key]
 
 
-_unsharded: dict[Any, tuple[Any, Any]] = {}
+_unsharded: dict[Any, Expected] = {}
 
 
 def compare(
@@ -245,7 +243,7 @@ def compare(
       context: the mesh is set as the current one, which Auto mode does not need.
       kernels: run on each device.
     """
-    want, exact = unsharded(case, plain or program, key, not case.exact or all_reduces > 0)
+    expected = unsharded(case, plain or program, key, not case.exact or all_reduces > 0)
     types: list[Any] = []
 
     def watched(*args):
@@ -264,16 +262,16 @@ def compare(
             got = executable(*placed)
         else:
             got = watched(*placed)
-    for k, (result, expected) in enumerate(zip(got, program.results, strict=True)):
-        if any(expected):
-            assert_layout(f"result {k}", result, NamedSharding(mesh, expected))
+    for k, (result, where) in enumerate(zip(got, program.results, strict=True)):
+        if any(where):
+            assert_layout(f"result {k}", result, NamedSharding(mesh, where))
             if AxisType.Explicit in mesh.axis_types:
-                full = P(*(*expected, *[None] * result.ndim)[: result.ndim])
+                full = P(*(*where, *[None] * result.ndim)[: result.ndim])
                 assert P(*types[k]) == full, f"result {k} has the type {types[k]}, not {full}"
     tolerance = case.tolerance
-    if exact is not None:  # shards add up sums in another order than one device does
+    if expected.exact is not None:  # shards add up sums in another order than one device does
         tolerance = dataclasses.replace(tolerance, ulps=max(tolerance.ulps, 8.0))
-    assert_matches(jax.tree.map(np.asarray, got), want, exact, tolerance)
+    expected.check(got, tolerance)
     if compiled:
         text = executable.as_text()
         assert_collectives(text, all_reduces, len(mesh.axis_names))
@@ -369,10 +367,10 @@ def run_whole(sharding, axis_type, case, mode, dtype) -> None:
     mesh = mesh_for(axis_type)
     layout = Layout((sharding,))
     program = layout_program(layout, bool(case.diff), case, dtype)
-    want, exact = unsharded(case, program, (layout.name, bool(case.diff)), with_oracle=True)
+    expected = unsharded(case, program, (layout.name, bool(case.diff)), with_oracle=True)
     with x64(dtype == np.float64), implementation(mode):
         got, text = over_mesh(mesh, program.make(case.fn), program.args, program.specs)
-    assert_matches(jax.tree.map(np.asarray, got), want, exact, case.tolerance)
+    expected.check(got, case.tolerance)
     if axis_type == AxisType.Explicit:
         for k, (result, where) in enumerate(zip(got, program.results, strict=True)):
             assert_layout(f"result {k}", result, NamedSharding(mesh, where))
@@ -395,10 +393,10 @@ def run_uneven(case, mode, dtype) -> None:
         run = program.make(case.fn)
         return [run(jax.lax.with_sharding_constraint(x, place), *rest) for place in places]
 
-    want, exact = unsharded(case, program, "uneven", with_oracle=True)
+    expected = unsharded(case, program, "uneven", with_oracle=True)
     with x64(dtype == np.float64), implementation(mode):
         for got in jax.jit(everywhere)(*program.args):
-            assert_matches(jax.tree.map(np.asarray, got), want, exact, case.tolerance)
+            expected.check(got, case.tolerance)
 
 
 def wrong_specs(case, mode, program, over_mesh) -> None:
