@@ -335,6 +335,7 @@ def runs(
             yield mode, dtype, marks
 
 
+WITHOUT_SLOW = False  # `checks` leaves out slow tests
 DECLARED: list[Case] = []  # the cases of all test files that are imported
 
 
@@ -345,6 +346,8 @@ def checks(*cases: Case) -> pytest.MarkDecorator:
     for case in cases:
         for check in all_checks(case):
             for mode, dtype, marks in runs(case, check, leads=case is cases[0]):
+                if WITHOUT_SLOW and SLOW in marks:
+                    continue
                 found.append(
                     pytest.param(
                         functools.partial(check.run, case, mode, jnp.dtype(dtype)),
