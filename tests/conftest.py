@@ -109,6 +109,17 @@ def without_cudnn(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
 
 
+@pytest.fixture
+def looped_rounds(monkeypatch):
+    """Masks of dropout by a program that XLA compiles faster. The tests of `fo.dropout` have XLA's
+    own program."""
+    from harness import masks
+
+    from jax_fastops import _random
+
+    monkeypatch.setattr(_random, "_rounds", masks.looped_rounds)
+
+
 @pytest.fixture(params=("float32", "bfloat16", "float16", "float64"))
 def dtype(request):
     """Every dtype that ops compute in."""

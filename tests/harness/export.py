@@ -142,12 +142,13 @@ def run_sharded(case: Case, mode: str | None, dtype: Any) -> None:
 
 
 def checks(case: Case) -> Iterator[Check]:
-    yield Check("export", functools.partial(run_export, None))
-    yield Check("export/platforms", functools.partial(run_export, PLATFORMS))
-    yield Check("export/other_platform", run_other_platform, every_dtype=False, every_mode=False)
+    check = functools.partial(Check, jax="first")
+    yield check("export", functools.partial(run_export, None))
+    yield check("export/platforms", functools.partial(run_export, PLATFORMS))
+    yield check("export/other_platform", run_other_platform, every_dtype=False, every_mode=False)
     if case.diff:
-        yield Check("export/vjp", run_export_with_gradient)
+        yield check("export/vjp", run_export_with_gradient)
     if case.symbolic:
-        yield Check("export/symbolic", run_symbolic)
+        yield Check("export/symbolic", run_symbolic, jax="every")
     if case.shardings:
-        yield Check("export/sharded", run_sharded)
+        yield check("export/sharded", run_sharded)

@@ -386,7 +386,7 @@ def checks(case: Case) -> Iterator[Check]:
             yield once("kernels/nothing_else", nothing_else)
         for subset in case.maps:
             name = "".join(f"x{i}" for i in subset)
-            yield once(f"kernels/vmap/{name}", functools.partial(maps, subset), jax=True)
+            yield once(f"kernels/vmap/{name}", functools.partial(maps, subset), jax="first")
         if not short:
             yield Check("views", views, basic=True, every_mode=False)
             if case.maps:
@@ -401,7 +401,7 @@ def checks(case: Case) -> Iterator[Check]:
     if case.sizes:
         yield Check("repeated_runs", repeated_runs, basic=True, every_mode=False)
     if case.one_user:
-        yield Check("two_users", two_users, every_mode=False, jax=True)
+        yield Check("two_users", two_users, every_mode=False, jax="first")
     if case.letters and case.empty != "":
         yield once("empty", empty)
     if case.letters and case.kept and case.empty != "":

@@ -60,15 +60,21 @@ MESHES = {
 def over_meshes(networks: Iterable[str], meshes: Iterable[str] = MESHES):
     """Parametrizes a test by ``over``, ``kind`` and ``name``, a mesh, its axes and a network.
 
-    Quick are the first network over each mesh, and all networks over all axes.
+    Quick are the first network over all axes, of both kinds, and every other mesh and every other
+    network once. Other versions of JAX run the first two.
     """
-    first, *_ = networks
+    first = next(iter(networks))
+    marks = {("all", kind, first): pytest.mark.jax for kind in KINDS}
+    others = [(over, first) for over in meshes if over != "all"]
+    others += [("all", name) for name in networks if name != first]
+    marks |= {
+        (over, kind, name): ()
+        for (over, name), kind in zip(others, itertools.cycle(KINDS), strict=False)
+    }
+    cases = itertools.product(meshes, KINDS, networks)
     return pytest.mark.parametrize(
         ("over", "kind", "name"),
-        [
-            pytest.param(*case, marks=() if case[0] == "all" or case[2] == first else SLOW)
-            for case in itertools.product(meshes, KINDS, networks)
-        ],
+        [pytest.param(*case, marks=marks.get(case, SLOW)) for case in cases],
     )
 
 
@@ -508,13 +514,17 @@ def layout_checks(case: Case, layout: Layout) -> Iterator[Check]:
     two = len(layout.shardings) == 2
     # One dimension over two mesh axes is a similar check for every dimension.
     slow = two and layout.shardings[0] == layout.shardings[1] != case.shardings[0]
+    # On other versions of JAX: the first dimension of every case, and the others of first cases.
+    first = layout.shardings == case.shardings[:1]
+    versions = "every" if first else "first"
     for kind, axis_type in KINDS.items():
         name = f"sharded/{kind}/{layout.name}"
         value = partial(run_jit, layout, axis_type, False)
-        yield check(f"{name}/value", value, detail=two, slow=slow)
+        yield check(f"{name}/value", value, detail=two, slow=slow, jax=versions)
         if case.diff:
-            yield check(f"{name}/vjp", partial(run_jit, layout, axis_type, True), slow=slow)
-        if layout.shardings == case.shardings[:1]:
+            vjp = partial(run_jit, layout, axis_type, True)
+            yield check(f"{name}/vjp", vjp, slow=slow, jax=versions)
+        if first:
             eager = partial(run_jit, layout, axis_type, bool(case.diff), compiled=False)
             yield check(f"{name}/eager", eager, detail=True)
     if all(sharding.shard_map for sharding in layout.shardings):
@@ -522,7 +532,8 @@ def layout_checks(case: Case, layout: Layout) -> Iterator[Check]:
             if case.diff or not kind.startswith("vjp"):
                 run = partial(run_shard_map, layout, kind)
                 detail = two or kind == "value"
-                yield check(f"shard_map/{layout.name}/{kind}", run, detail=detail, slow=slow)
+                name = f"shard_map/{layout.name}/{kind}"
+                yield check(name, run, detail=detail, slow=slow, jax="first" if first else "")
 
 
 def checks(case: Case) -> Iterator[Check]:
@@ -533,9 +544,9 @@ def checks(case: Case) -> Iterator[Check]:
         if sharding.whole:
             for kind, axis_type in KINDS.items():
                 run = partial(run_whole, sharding, axis_type)
-                yield check(f"sharded/{kind}/{sharding.name}/whole", run)
+                yield check(f"sharded/{kind}/{sharding.name}/whole", run, jax="every")
     if case.shardings and case.diff:
-        yield check("sharded/auto/uneven", run_uneven)
+        yield check("sharded/auto/uneven", run_uneven, jax="first")
     for name, subset in case.subsets():
         everything = len(subset) == len(case.example)
         for backward in (False, True) if case.diff else (False,):
@@ -549,4 +560,4 @@ def checks(case: Case) -> Iterator[Check]:
             for kind in ("auto", "explicit", *(["shard_map"] if everything else [])):
                 run = partial(run_vmap, subset, kind, backward)
                 detail = not (backward and everything)
-                yield check(f"sharded_vmap/{kind}/{what}", run, detail=detail)
+                yield check(f"sharded_vmap/{kind}/{what}", run, detail=detail, jax="first")

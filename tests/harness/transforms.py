@@ -812,13 +812,14 @@ def x64_keeps_dtype(case: Case, mode: str | None, dtype: Any) -> None:
 
 
 def checks(case: Case) -> Iterator[Check]:
-    yield Check("types", types, basic=True)
+    yield Check("types", types, basic=True, jax="first")
     yield Check("x64/keeps_dtype", x64_keeps_dtype, every_dtype=False)
     for transform in transforms(case):
         yield Check(
             transform.name,
             functools.partial(run, transform),
             basic=transform.basic,
+            jax="first" if transform.basic else "",
             mapped=bool(transform.mapped),
             detail=DETAIL.fullmatch(transform.name) is not None,
             nested=NESTED.fullmatch(transform.name) is not None,
