@@ -895,8 +895,10 @@ VARIANTS = {
 }
 
 
-@pytest.mark.jax
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, marks=[pytest.mark.jax] * (v in ("auto", "explicit"))) for v in VARIANTS],
+)
 def test_sharded_batch(native, without_cudnn, variant):
     """The only communication is the sum of gradients and of the loss."""
     axis_type, changes = VARIANTS[variant]
