@@ -190,6 +190,7 @@ class Check:
       mapped: it maps examples, in the same way for every dtype. If it is basic, it is a quick test
         in every mode, but only in the first dtype.
       slow: it is never a quick test.
+      runs_kernels: False if it only traces and compiles, or runs references.
       jax: the cases that it runs for on other versions of JAX: "every", the "first" of each test,
         or those with `versions`.
       module: the file that it is from.
@@ -204,6 +205,7 @@ class Check:
     nested: bool = False
     mapped: bool = False
     slow: bool = False
+    runs_kernels: bool = True
     jax: str = ""
     module: str = ""
 
@@ -329,7 +331,7 @@ def runs(
                 marks.append(pytest.mark.settings)
             if not (quick and (firsts == 2 or basic)):
                 marks.append(SLOW)
-            if check.module not in ("properties", "kernels"):
+            if check.module not in ("properties", "kernels") or not check.runs_kernels:
                 marks.append(pytest.mark.transform)
             if firsts == 2 and versions:
                 marks.append(pytest.mark.jax)
