@@ -20,7 +20,8 @@ from harness.compat import x64
 from harness.numerics import is_float, normal, sprinkled
 from harness.transforms import Expected, kept, oracle
 
-QUICK, MANY = 15, 100
+# Shapes in the quick tests, of the first dtype and of others, and in the slow tests.
+QUICK, FEW, MANY = 15, 5, 100
 # What hypothesis does. It does not explain failures: that traces each line of Python.
 PHASES = hypothesis.Phase.generate, hypothesis.Phase.shrink
 
@@ -101,6 +102,8 @@ def program(fn, case: Case):
 
 def run(special: bool, examples: int, case: Case, mode: str | None, dtype: Any) -> None:
     fill = sprinkled if special else normal
+    if examples == QUICK and dtype != case.dtypes[0]:
+        examples = FEW
 
     @settings(examples)
     @hypothesis.given(case.shapes, st.integers(0, 2**32 - 1))
