@@ -49,9 +49,14 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 if str(TESTS) not in sys.path:
     sys.path.insert(0, str(TESTS))
 
+# Tracing and collection make many small objects. With Python's thresholds, a tenth of the time is
+# spent on the search for garbage among them and among the modules.
+gc.set_threshold(100_000, 20, 20)
+
 import pytest  # noqa: E402
 
 pytest.register_assert_rewrite("harness")
+import harness.case  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -104,6 +109,17 @@ def without_cudnn(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
 
 
+@pytest.fixture
+def looped_rounds(monkeypatch):
+    """Masks of dropout by a program that XLA compiles faster. The tests of `fo.dropout` have XLA's
+    own program."""
+    from harness import masks
+
+    from jax_fastops import _random
+
+    monkeypatch.setattr(_random, "_rounds", masks.looped_rounds)
+
+
 @pytest.fixture(params=("float32", "bfloat16", "float16", "float64"))
 def dtype(request):
     """Every dtype that ops compute in."""
@@ -126,14 +142,13 @@ def reuse_contexts():
 
 
 def pytest_collection_finish():
-    # Tracing makes many small objects. With Python's thresholds, a tenth of the time is spent on
-    # the search for garbage among them and among the modules.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_configure(config):
+    # Two thirds of the tests are slow ones of the harness, which need not be made to be left out.
+    harness.case.WITHOUT_SLOW = "not slow" in config.getoption("markexpr")
     # If a donated buffer cannot be reused, that is not an op's fault. Small ones often cannot be.
     config.addinivalue_line("filterwarnings", "ignore:Some donated buffers were not usable")
     if tuple(map(int, version("jax").split(".")[:2])) < (0, 12):

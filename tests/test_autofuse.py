@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pickle
 import pydoc
+import sys
 import warnings
 
 import jax
@@ -1788,10 +1789,11 @@ def test_a_variable_of_nnx_is_updated():
 @pytest.mark.parametrize("kind", ["numbers", "factors", "views"])
 def test_long_chains(kind):
     """They are deeper than Python's stack."""
+    depth = 400
 
     def f(x):
         s = jnp.float32(1)
-        for i in range(1200):
+        for i in range(depth):
             if kind == "numbers":
                 s = s * 0.999
             elif kind == "factors":
@@ -1800,7 +1802,12 @@ def test_long_chains(kind):
                 x = x.reshape(X.shape if i % 2 else (24, 40))
         return softmax(x * s)
 
-    jaxpr = jax.make_jaxpr(lambda x: fo.autofuse(f)(x))(X).jaxpr
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + depth)
+    try:
+        jaxpr = jax.make_jaxpr(lambda x: fo.autofuse(f)(x))(X).jaxpr
+    finally:
+        sys.setrecursionlimit(limit)
     found = [e.primitive.name for e in jaxpr.eqns if e.primitive.name.startswith("fastops")]
     assert len(found) == 1, found
 

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 import jax_fastops as fo
 from jax_fastops.models import _plain, bert
 
-pytestmark = pytest.mark.usefixtures("exact_products")
+pytestmark = pytest.mark.usefixtures("exact_products", "looped_rounds")
 
 CONFIG = bert.Config(
     vocab_size=41,
@@ -895,8 +895,10 @@ VARIANTS = {
 }
 
 
-@pytest.mark.jax
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, marks=[pytest.mark.jax] * (v in ("auto", "explicit"))) for v in VARIANTS],
+)
 def test_sharded_batch(native, without_cudnn, variant):
     """The only communication is the sum of gradients and of the loss."""
     axis_type, changes = VARIANTS[variant]
@@ -998,7 +1000,6 @@ def reshaped(params: dict, like: dict) -> dict:
     return jax.tree.map(lambda a, struct: np.reshape(np.asarray(a), struct.shape), params, like)
 
 
-@pytest.mark.jax
 @over_meshes(NETWORKS, ("tensor", "sequence", "all"))
 def test_mesh(native, over, kind, name):
     """Only the communication that the layout implies, with shardings only: see the guide."""

@@ -163,6 +163,7 @@ LAYER_NORM = case(
     (64, 16),
     symbolic=("b, n", "n", "n"),
     sizes=({"b": 257, "n": 133}, {"b": 3, "n": 40_001}),
+    versions=True,
 )
 
 RESIDUAL_RMS_NORM = case(

@@ -74,10 +74,10 @@ def test_functions(name, dtype):
         y, pullback = jax.vjp(f, x)
         return y, pullback(jnp.cos(y))[0]
 
-    before = run(x)
+    before = jax.jit(run)(x)
     assert not kernels(f, x)
     with fo.patch():
-        inside = run(x)
+        inside = jax.jit(run)(x)
         found = kernels(f, x)
     assert any(k.startswith(kernel) for k in found) and any(k.endswith("bwd") for k in found)
     assert not kernels(f, x)
@@ -240,10 +240,12 @@ def agree(call, *args, tolerance, kernels=("softmax",)):
         y, pullback = jax.vjp(call, *args)
         return y, pullback(jax.tree.map(lambda a: jnp.cos(a).astype(a.dtype), y))
 
+    # Compiled, the products of JAX's own attention in float16 are not supported by XLA on a CPU.
+    jit = (lambda run: run) if args[0].dtype == "float16" else jax.jit
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        want = run(*args)  # JAX's own code promotes
+        want = jit(run)(*args)  # JAX's own code promotes
     with fo.patch(only="attention"):
-        close(run(*args), want, tolerance)
+        close(jit(run)(*args), want, tolerance)
         assert tuple(targets_of(call, *args)) == kernels
 
 
@@ -266,9 +268,10 @@ MODES["bias causal"] = MODES["bias"] | MODES["causal"]
 
 
 @pytest.mark.settings
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "groups, dtype", [(1, "float32"), (4, "float32"), (4, "bfloat16"), (1, "float16")]
+)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("groups", [1, 4])
 def test_attention(groups, mode, dtype):
     q, k, v = (normal(2, 32, n, 8, dtype=dtype) for n in (4, 4 // groups, 4 // groups))
     options = {

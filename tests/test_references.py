@@ -20,8 +20,6 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 cases = pytest.importorskip("benchmarks.cases")
 shapes = pytest.importorskip("benchmarks.shapes")
 
-pytestmark = pytest.mark.jax
-
 # XLA makes no kernel for these.
 FREE = ("broadcast_in_dim", "constant", "reshape", "return")
 # `cross_entropy` has a masked sum in place of a gather. `dropout` has other masks than JAX.
@@ -79,7 +77,12 @@ def backward(function, positions):
     return gradients
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+over_dtypes = pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.jax), "bfloat16"]
+)
+
+
+@over_dtypes
 @pytest.mark.parametrize("op", COMPARED, ids=lambda op: op.name)
 def test_a_reference_is_no_larger_than_plain_jax(op, dtype, monkeypatch):
     """Sums and casts are no more, and all operations together, with as many of each for `lerp`.
@@ -117,7 +120,7 @@ def test_a_reference_is_no_larger_than_plain_jax(op, dtype, monkeypatch):
             assert op.name != "lerp" or mine == theirs, message
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@over_dtypes
 @pytest.mark.parametrize("op", [op for op in cases.OPS if op.fitted], ids=lambda op: op.name)
 def test_a_gradient_that_takes_the_reference_has_its_program(op, dtype, monkeypatch):
     """Also where a call that is not differentiated takes the kernel."""

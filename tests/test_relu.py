@@ -68,6 +68,7 @@ RELU = relu_case(
     dims=EVERY,
     symbolic=("b, 16",),
     shapes=same_shapes(1),
+    versions=True,
 )
 # The last axis is not a multiple of eight, so the mask packs the last two axes merged.
 RELU_MERGED = relu_case(

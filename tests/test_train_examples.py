@@ -31,8 +31,18 @@ if importlib.util.find_spec("sklearn") is None:
     pytest.skip("needs sklearn", allow_module_level=True)
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-TINY = dataclasses.replace(bert.SMALL, hidden_size=32, heads=2, intermediate_size=64, layers=1)
-TINY_DECODER = dataclasses.replace(decoder.SMALL, hidden_size=32, intermediate_size=64, layers=1)
+SMALLER = dict(hidden_size=32, intermediate_size=64, layers=1)
+CHANGES = {"bert": SMALLER | dict(heads=2), "decoder": SMALLER}
+TINY = dataclasses.replace(bert.SMALL, **CHANGES["bert"])
+TINY_DECODER = dataclasses.replace(decoder.SMALL, **CHANGES["decoder"])
+# Runs an example as its user does, but with a small network that compiles fast.
+RUN = """
+import dataclasses, runpy, sys
+from jax_fastops.models import {model}
+{model}.SMALL = dataclasses.replace({model}.SMALL, {changes})
+sys.path.insert(0, {folder!r})
+runpy.run_path({script!r}, run_name="__main__")
+"""
 FEW = ("--batch=8", "--length=16", "--dtype=float32")
 
 
@@ -105,8 +115,11 @@ def start(tmp_path):
     started = []
 
     def run(folder: Path, *options: str, model: str = "bert", devices: int = 4) -> subprocess.Popen:
-        script = CHECKOUT / "examples" / f"{model}_train.py"
-        command = [sys.executable, str(script), "--checkpoint", str(folder), "--every=10"]
+        folder_of_examples = str(CHECKOUT / "examples")
+        script = f"{folder_of_examples}/{model}_train.py"
+        changes = ", ".join(f"{name}={value}" for name, value in CHANGES[model].items())
+        code = RUN.format(model=model, changes=changes, folder=folder_of_examples, script=script)
+        command = [sys.executable, "-c", code, "--checkpoint", str(folder), "--every=10"]
         process = subprocess.Popen(
             [*command, *FEW, *options],
             env=environment | {"XLA_FLAGS": count.sub(str(devices), os.environ["XLA_FLAGS"])},
@@ -188,7 +201,7 @@ def test_resumed(start, tmp_path, kills):
     assert logged(killed) == wanted
     assert before == wanted[: len(before)]
     values = [float(line.split(",")[1]) for line in wanted]
-    assert len(set(values)) == steps and values[-1] < values[0] - 0.3
+    assert len(set(values)) == steps and values[-1] < values[0] - 0.1
     assert (killed / "loss.png").stat().st_size > 0
     assert last_checkpoint(killed) == steps
     assert not [p.name for p in killed.iterdir() if "tmp" in p.name]

@@ -100,6 +100,7 @@ VALID_MIDDLE = case(
     modes=("native",),
     shardings=(Sharding("batch", (0,), (0,)), Sharding("inner", (2,), (2,))),
     symbolic=("b, 6, i",),
+    versions=True,
 )
 VALID = case(
     "valid",

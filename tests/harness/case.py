@@ -104,6 +104,7 @@ class Case:
       basic_only: only the basic checks run, and those of the kernels, for a case that differs from
         another one only in shapes or dtypes.
       quick: a pattern of the names of the checks that are quick tests, in place of the above.
+      versions: other versions of JAX run all transforms, and all checks of shards and exports.
     """
 
     name: str
@@ -132,6 +133,7 @@ class Case:
     thorough: bool = False
     basic_only: bool = False
     quick: str = ""
+    versions: bool = False
 
     def __repr__(self) -> str:
         return f"Case({self.name})"
@@ -188,7 +190,9 @@ class Check:
       mapped: it maps examples, in the same way for every dtype. If it is basic, it is a quick test
         in every mode, but only in the first dtype.
       slow: it is never a quick test.
-      jax: it depends on the version of JAX for every case.
+      runs_kernels: False if it only traces and compiles, or runs references.
+      jax: the cases that it runs for on other versions of JAX: "every", the "first" of each test,
+        or those with `versions`.
       module: the file that it is from.
     """
 
@@ -201,7 +205,8 @@ class Check:
     nested: bool = False
     mapped: bool = False
     slow: bool = False
-    jax: bool = False
+    runs_kernels: bool = True
+    jax: str = ""
     module: str = ""
 
 
@@ -279,11 +284,7 @@ def all_checks(case: Case) -> list[Check]:
     from harness import export, kernels, properties, sharding, transforms
 
     found = [
-        dataclasses.replace(
-            check,
-            module=module.__name__.removeprefix("harness."),
-            jax=check.jax or module in (sharding, export),
-        )
+        dataclasses.replace(check, module=module.__name__.removeprefix("harness."))
         for module in (transforms, sharding, export, properties, kernels)
         for check in module.checks(case)
     ]
@@ -305,13 +306,16 @@ def runs(
 ) -> Iterator[tuple[str | None, str, list[pytest.MarkDecorator]]]:
     """The modes and dtypes in which a check runs, and its marks there.
 
-    Every mode occurs with the first dtype, and every dtype with the first mode. Other versions of
-    jax run the transforms of the case that ``leads``, and shards and exports of every case. Checks
-    of the kernels in float16 are slow if there is bfloat16, which has elements of the same size.
+    Every mode occurs with the first dtype, and every dtype with the first mode. A case ``leads`` if
+    it is the first one of its test. Checks of the kernels in float16 are slow if there is bfloat16,
+    which has elements of the same size.
     """
     modes = case.modes if check.every_mode else case.modes[:1]
     dtypes = case.dtypes if check.every_dtype else case.dtypes[:1]
     quick = not check.slow and (case.thorough or not check.detail) and (leads or not check.nested)
+    versions = check.jax == "every" or (check.jax == "first" and leads)
+    if case.versions and check.module in ("transforms", "sharding", "export"):
+        versions = True
     if case.quick:
         quick = re.match(case.quick, check.name) is not None
     for mode in modes:
@@ -327,14 +331,14 @@ def runs(
                 marks.append(pytest.mark.settings)
             if not (quick and (firsts == 2 or basic)):
                 marks.append(SLOW)
-            transforms = check.module not in ("properties", "kernels")
-            if transforms:
+            if check.module not in ("properties", "kernels") or not check.runs_kernels:
                 marks.append(pytest.mark.transform)
-            if firsts == 2 and (check.jax or (transforms and leads)):
+            if firsts == 2 and versions:
                 marks.append(pytest.mark.jax)
             yield mode, dtype, marks
 
 
+WITHOUT_SLOW = False  # `checks` leaves out slow tests
 DECLARED: list[Case] = []  # the cases of all test files that are imported
 
 
@@ -345,6 +349,8 @@ def checks(*cases: Case) -> pytest.MarkDecorator:
     for case in cases:
         for check in all_checks(case):
             for mode, dtype, marks in runs(case, check, leads=case is cases[0]):
+                if WITHOUT_SLOW and SLOW in marks:
+                    continue
                 found.append(
                     pytest.param(
                         functools.partial(check.run, case, mode, jnp.dtype(dtype)),

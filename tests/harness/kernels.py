@@ -379,14 +379,15 @@ def no_leaks(case: Case, mode: str | None, dtype: Any) -> None:
 
 def checks(case: Case) -> Iterator[Check]:
     once = functools.partial(Check, every_dtype=False, every_mode=False)
+    compiled = functools.partial(once, runs_kernels=False)
     short = case.basic_only
     if case.kernels:
-        yield once("kernels", calls)
+        yield compiled("kernels", calls)
         if case.only_kernels:
-            yield once("kernels/nothing_else", nothing_else)
+            yield compiled("kernels/nothing_else", nothing_else)
         for subset in case.maps:
             name = "".join(f"x{i}" for i in subset)
-            yield once(f"kernels/vmap/{name}", functools.partial(maps, subset), jax=True)
+            yield compiled(f"kernels/vmap/{name}", functools.partial(maps, subset), jax="first")
         if not short:
             yield Check("views", views, basic=True, every_mode=False)
             if case.maps:
@@ -397,18 +398,25 @@ def checks(case: Case) -> Iterator[Check]:
     # With operands of several dtypes, an op's reference may round in other places.
     if case.modes[0] and modes and len({a.dtype for a in case.example if is_float(a.dtype)}) < 2:
         other = functools.partial(other_modes, modes)
-        yield Check("modes", other, basic=True, every_mode=False, every_dtype=not short)
+        yield Check(
+            "modes",
+            other,
+            basic=True,
+            every_mode=False,
+            every_dtype=not short,
+            runs_kernels=modes != ("xla",),
+        )
     if case.sizes:
         yield Check("repeated_runs", repeated_runs, basic=True, every_mode=False)
     if case.one_user:
-        yield Check("two_users", two_users, every_mode=False, jax=True)
+        yield Check("two_users", two_users, every_mode=False, jax="first")
     if case.letters and case.empty != "":
         yield once("empty", empty)
     if case.letters and case.kept and case.empty != "":
         yield Check("special", special, basic=True, every_mode=False)
     of_kernels = case.kernels or case.kept
     if of_kernels and case.diff and (not short or len({a.dtype for a in case.example}) > 1):
-        yield once("strict_settings", strict_settings)
+        yield compiled("strict_settings", strict_settings)
     if case.dtypes[0] == "float32" and not short:
         yield once("operands", operands)
     if case.diff and not short:
@@ -416,4 +424,4 @@ def checks(case: Case) -> Iterator[Check]:
             yield Check("linear_pullback", linear_pullback, basic=True, every_mode=False)
         if "float64" in case.dtypes:
             yield once("differences", differences)
-        yield once("no_leaks", no_leaks)
+        yield compiled("no_leaks", no_leaks)

@@ -34,9 +34,8 @@ from harness.case import (
     take,
 )
 from harness.compat import make_mesh, x64
-from harness.numerics import assert_matches
 from harness.programs import targets
-from harness.transforms import oracle
+from harness.transforms import Expected, oracle
 
 COLLECTIVE = re.compile(
     r"\s(all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
@@ -61,15 +60,27 @@ MESHES = {
 def over_meshes(networks: Iterable[str], meshes: Iterable[str] = MESHES):
     """Parametrizes a test by ``over``, ``kind`` and ``name``, a mesh, its axes and a network.
 
-    Quick are the first network over each mesh, and all networks over all axes.
+    Quick are the first network over all axes, of both kinds, and every other mesh and every other
+    network once. Other versions of JAX run the first network over all axes, and the last one.
     """
-    first, *_ = networks
+    first, *_, last = networks
+    others = [(over, first) for over in meshes if over != "all"]
+    others += [("all", name) for name in networks if name != first]
+    quick = [("all", kind, first) for kind in KINDS]
+    quick += [
+        (over, kind, name)
+        for (over, name), kind in zip(others, itertools.cycle(KINDS), strict=False)
+    ]
+
+    def marks(over, kind, name):
+        if (over, kind, name) not in quick:
+            return SLOW
+        return pytest.mark.jax if over == "all" and name in (first, last) else ()
+
+    cases = itertools.product(meshes, KINDS, networks)
     return pytest.mark.parametrize(
         ("over", "kind", "name"),
-        [
-            pytest.param(*case, marks=() if case[0] == "all" or case[2] == first else SLOW)
-            for case in itertools.product(meshes, KINDS, networks)
-        ],
+        [pytest.param(*case, marks=marks(*case)) for case in cases],
     )
 
 
@@ -201,20 +212,19 @@ def shard_map(mesh: Mesh, program: Program) -> Callable[[Callable[..., Any]], Ca
     )
 
 
-def unsharded(case: Case, program: Program, key: Any, with_oracle: bool) -> tuple[Any, Any]:
+def unsharded(case: Case, program: Program, key: Any, with_oracle: bool) -> Expected:
     """The results of the reference on one device, and of the oracle. Many checks share them."""
     name, key = key, (case, program.args[0].dtype, with_oracle, key)
     if key not in _unsharded:
         fn, exact = program.make(case.reference), None
-        with x64(program.args[0].dtype == np.float64):
-            want = jax.jit(fn)(*program.args)
         if with_oracle:
             exact = oracle(fn, *program.args, case=case, name=name)
-        _unsharded[key] = jax.tree.map(np.asarray, want), exact
+        wide = program.args[0].dtype == np.float64
+        _unsharded[key] = Expected(fn, program.args, wide, exact)
     return _unsharded[key]
 
 
-_unsharded: dict[Any, tuple[Any, Any]] = {}
+_unsharded: dict[Any, Expected] = {}
 
 
 def compare(
@@ -245,7 +255,7 @@ def compare(
       context: the mesh is set as the current one, which Auto mode does not need.
       kernels: run on each device.
     """
-    want, exact = unsharded(case, plain or program, key, not case.exact or all_reduces > 0)
+    expected = unsharded(case, plain or program, key, not case.exact or all_reduces > 0)
     types: list[Any] = []
 
     def watched(*args):
@@ -264,16 +274,16 @@ def compare(
             got = executable(*placed)
         else:
             got = watched(*placed)
-    for k, (result, expected) in enumerate(zip(got, program.results, strict=True)):
-        if any(expected):
-            assert_layout(f"result {k}", result, NamedSharding(mesh, expected))
+    for k, (result, where) in enumerate(zip(got, program.results, strict=True)):
+        if any(where):
+            assert_layout(f"result {k}", result, NamedSharding(mesh, where))
             if AxisType.Explicit in mesh.axis_types:
-                full = P(*(*expected, *[None] * result.ndim)[: result.ndim])
+                full = P(*(*where, *[None] * result.ndim)[: result.ndim])
                 assert P(*types[k]) == full, f"result {k} has the type {types[k]}, not {full}"
     tolerance = case.tolerance
-    if exact is not None:  # shards add up sums in another order than one device does
+    if expected.exact is not None:  # shards add up sums in another order than one device does
         tolerance = dataclasses.replace(tolerance, ulps=max(tolerance.ulps, 8.0))
-    assert_matches(jax.tree.map(np.asarray, got), want, exact, tolerance)
+    expected.check(got, tolerance)
     if compiled:
         text = executable.as_text()
         assert_collectives(text, all_reduces, len(mesh.axis_names))
@@ -369,10 +379,10 @@ def run_whole(sharding, axis_type, case, mode, dtype) -> None:
     mesh = mesh_for(axis_type)
     layout = Layout((sharding,))
     program = layout_program(layout, bool(case.diff), case, dtype)
-    want, exact = unsharded(case, program, (layout.name, bool(case.diff)), with_oracle=True)
+    expected = unsharded(case, program, (layout.name, bool(case.diff)), with_oracle=True)
     with x64(dtype == np.float64), implementation(mode):
         got, text = over_mesh(mesh, program.make(case.fn), program.args, program.specs)
-    assert_matches(jax.tree.map(np.asarray, got), want, exact, case.tolerance)
+    expected.check(got, case.tolerance)
     if axis_type == AxisType.Explicit:
         for k, (result, where) in enumerate(zip(got, program.results, strict=True)):
             assert_layout(f"result {k}", result, NamedSharding(mesh, where))
@@ -395,10 +405,10 @@ def run_uneven(case, mode, dtype) -> None:
         run = program.make(case.fn)
         return [run(jax.lax.with_sharding_constraint(x, place), *rest) for place in places]
 
-    want, exact = unsharded(case, program, "uneven", with_oracle=True)
+    expected = unsharded(case, program, "uneven", with_oracle=True)
     with x64(dtype == np.float64), implementation(mode):
         for got in jax.jit(everywhere)(*program.args):
-            assert_matches(jax.tree.map(np.asarray, got), want, exact, case.tolerance)
+            expected.check(got, case.tolerance)
 
 
 def wrong_specs(case, mode, program, over_mesh) -> None:
@@ -510,13 +520,17 @@ def layout_checks(case: Case, layout: Layout) -> Iterator[Check]:
     two = len(layout.shardings) == 2
     # One dimension over two mesh axes is a similar check for every dimension.
     slow = two and layout.shardings[0] == layout.shardings[1] != case.shardings[0]
+    # On other versions of JAX: the first dimension of every case, and the others of first cases.
+    first = layout.shardings == case.shardings[:1]
+    versions = "every" if first else "first"
     for kind, axis_type in KINDS.items():
         name = f"sharded/{kind}/{layout.name}"
         value = partial(run_jit, layout, axis_type, False)
-        yield check(f"{name}/value", value, detail=two, slow=slow)
+        yield check(f"{name}/value", value, detail=two, slow=slow, jax=versions)
         if case.diff:
-            yield check(f"{name}/vjp", partial(run_jit, layout, axis_type, True), slow=slow)
-        if layout.shardings == case.shardings[:1]:
+            vjp = partial(run_jit, layout, axis_type, True)
+            yield check(f"{name}/vjp", vjp, slow=slow, jax=versions)
+        if first:
             eager = partial(run_jit, layout, axis_type, bool(case.diff), compiled=False)
             yield check(f"{name}/eager", eager, detail=True)
     if all(sharding.shard_map for sharding in layout.shardings):
@@ -524,7 +538,8 @@ def layout_checks(case: Case, layout: Layout) -> Iterator[Check]:
             if case.diff or not kind.startswith("vjp"):
                 run = partial(run_shard_map, layout, kind)
                 detail = two or kind == "value"
-                yield check(f"shard_map/{layout.name}/{kind}", run, detail=detail, slow=slow)
+                name = f"shard_map/{layout.name}/{kind}"
+                yield check(name, run, detail=detail, slow=slow, jax="first" if first else "")
 
 
 def checks(case: Case) -> Iterator[Check]:
@@ -535,9 +550,9 @@ def checks(case: Case) -> Iterator[Check]:
         if sharding.whole:
             for kind, axis_type in KINDS.items():
                 run = partial(run_whole, sharding, axis_type)
-                yield check(f"sharded/{kind}/{sharding.name}/whole", run)
+                yield check(f"sharded/{kind}/{sharding.name}/whole", run, jax="every")
     if case.shardings and case.diff:
-        yield check("sharded/auto/uneven", run_uneven)
+        yield check("sharded/auto/uneven", run_uneven, jax="first")
     for name, subset in case.subsets():
         everything = len(subset) == len(case.example)
         for backward in (False, True) if case.diff else (False,):
@@ -551,4 +566,4 @@ def checks(case: Case) -> Iterator[Check]:
             for kind in ("auto", "explicit", *(["shard_map"] if everything else [])):
                 run = partial(run_vmap, subset, kind, backward)
                 detail = not (backward and everything)
-                yield check(f"sharded_vmap/{kind}/{what}", run, detail=detail)
+                yield check(f"sharded_vmap/{kind}/{what}", run, detail=detail, jax="first")
