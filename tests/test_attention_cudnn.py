@@ -551,7 +551,7 @@ def test_sharded(axis_type, over, options, whole):
     spec = P(*[None] * dim, "a")
     of_result = P("a") if over == "batch" else P(None, None, "a")
     flat = dy.reshape(*shape[:2], -1) if whole else dy
-    specs = [of_result, *[spec] * len(arrays)]
+    specs = (of_result, *[spec] * len(arrays))
     found, compiled = over_mesh(mesh, run, (flat, *arrays), specs)
     assert "jax_fastops.attention" in compiled and not collectives(compiled)
     wanted = jax.jit(run)(flat, *arrays)
