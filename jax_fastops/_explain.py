@@ -42,7 +42,7 @@ _sessions: dict[int, list[_Record]] = {}
 
 class _Thread(threading.local):
     decisions: list[Decision] | None = None  # where they are noted
-    where = ""  # the place that is shown, if not that of the call
+    where: Callable[[], str] | None = None  # gives the place to show, if not that of the call
 
 
 _thread = _Thread()
@@ -314,15 +314,15 @@ def decisions():
     return _in_thread("decisions", [])
 
 
-def at(where: str):
-    """A context in which calls of ops are shown as at this place."""
+def at(where: Callable[[], str]):
+    """A context in which calls of ops are shown as at the place that a function gives."""
     return _in_thread("where", where)
 
 
 def _where() -> str:
     """File and line of the call: the innermost frame outside of JAX and of the op layer."""
-    if _thread.where:
-        return _thread.where
+    if _thread.where and (place := _thread.where()):
+        return place
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

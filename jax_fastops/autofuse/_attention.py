@@ -24,7 +24,7 @@ from jax_fastops.autofuse._masks import is_fill, no_row_is_empty
 from jax_fastops.autofuse._match import Matcher
 from jax_fastops.autofuse._pattern import MAX_RANK, PATTERNS, formulas
 from jax_fastops.autofuse._rule import Read, Rewrite, Rule
-from jax_fastops.autofuse._value import USED, Map, Node, Value, View, compose
+from jax_fastops.autofuse._value import USED, Map, Node, Value, View, compose, values_before
 
 _LARGEST_BIAS = 1e4  # a larger number could make up for that of a mask
 
@@ -514,8 +514,9 @@ def _logits(view: View, column: int) -> tuple[View, list[tuple[View, bool]], Any
         return None
     if axis is None or set(view.map) != set(value.identity) or not value.is_floating:
         return None
+    around = {v.node.name for v in values_before(value, 120, ("dot_general",))}
     for pattern in PATTERNS:
-        if not pattern.name.startswith("softmax"):
+        if not pattern.name.startswith("softmax") or not pattern.needs <= around:
             continue
         n = pattern.count(value.sizes, axis)
         first, *_ = formulas(pattern, value.dtype, len(value.long), axis, n)

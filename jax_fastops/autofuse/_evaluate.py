@@ -94,11 +94,12 @@ class Plan:
     def _reads_own_result(self, rewrite: Rewrite) -> bool:
         """Whether an operand of the call depends on a result of it, which is then a miss."""
         root, *others = rewrite.results
+        others = [v for v in others if v.node is not NO_EQUATION]  # that the program needs
         if not others:
             return False
         depends, effects = set(others), False
         # What depends on the others comes after them, and operands come before the root.
-        first = min(self._positions.get(v.node, 0) for v in others)
+        first = min(self._positions[v.node] for v in others)
         for node in self._nodes[first : self._positions[root.node]]:
             affected = effects and node.equation.effects
             if affected or not depends.isdisjoint(node.inputs):
@@ -119,6 +120,8 @@ class Plan:
 
     def _is_changed(self, call: Node) -> bool:
         """Whether a function computes what is replaced, or what a call of an op reads."""
+        if not call.body:
+            return False
         inner = {v for step in call.body for v in step.outputs}
         read_inside = not self.reads.isdisjoint(inner.difference(call.outputs))
         return (
@@ -242,14 +245,16 @@ class _Run:
             for v, number in zip(rewrite.reads, numbers, strict=True)
         ]
         root = rewrite.root
-        with _explain.at(root.line), _scope(self._steps[root]):
+        with _explain.at(lambda: root.line), _scope(self._steps[root]):
             twice = rewrite.fanout and self._needed[root] == 2
             y, *others = self._results(rewrite, given, twice)
         if twice:
             self._copies[root] = others.pop(0)
         for value, result in zip(rewrite.results, (y, *others), strict=False):
             if value.node is not NO_EQUATION:
-                self._arrays[value] = result.reshape(value.shape).astype(value.dtype)
+                if (result.shape, result.dtype) != (value.shape, value.dtype):
+                    result = result.reshape(value.shape).astype(value.dtype)
+                self._arrays[value] = result
 
     def _results(self, rewrite: Rewrite, given: Sequence[Any], twice: bool) -> Sequence[Any]:
         """The results of a call, by its traced program if that is for just these types."""

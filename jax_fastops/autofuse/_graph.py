@@ -90,6 +90,8 @@ def is_ref(x) -> bool:
 
 def _is_known(x) -> bool:
     """Whether the elements of an array are numbers that can be read: no keys of jax.random."""
+    if isinstance(x, (bool, int, float, np.ndarray)):
+        return True
     if isinstance(x, jax.core.Tracer) or is_ref(x) or not getattr(x, "is_fully_addressable", True):
         return False
     return not jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.extended)
@@ -115,6 +117,12 @@ def _jitted(primitive: Any, params: tuple) -> Callable[..., Any]:
     return jax.jit(lambda *args: primitive.bind(*args, **dict(params)), inline=_compat.INLINE)
 
 
+def _may_be_differentiated(args: Sequence[Any]) -> bool:
+    """Whether an array may have a tangent. Those that are only traced to a program have none."""
+    tracers = (x for x in args if isinstance(x, jax.core.Tracer))
+    return any(type(x).__name__ != "DynamicJaxprTracer" for x in tracers)
+
+
 def bind(equation, args: Sequence[Any]) -> list:
     """Evaluates one equation, with its name stack and source line."""
     primitive, source = equation.primitive, equation.source_info
@@ -122,7 +130,7 @@ def bind(equation, args: Sequence[Any]) -> list:
     args = [atom.val if isinstance(atom, Literal) else x for atom, x in pairs]
     stack = source_info_util.current_name_stack() + source.name_stack
     with source_info_util.user_context(source.traceback, name_stack=stack), equation.ctx.manager:
-        if primitive.name in _KEPT:
+        if primitive.name in _KEPT and _may_be_differentiated(args):
             results = _jitted(primitive, tuple(equation.params.items()))(*args)
         else:
             subfunctions, params = _compat.bind_params(primitive, equation.params)

@@ -120,22 +120,25 @@ class Matcher:
         if isinstance(formula, Apply) and formula.name == "select_n":
             yield from self._selection(formula, place, view, state)
         source = view.source(narrowing=True)
-        state, value, order = state.through(source.passed), source.value, _order(place, source)
+        value, order = source.value, _order(place, source)
         if order is None:
             return
-        before = len(state.inner)
+        before = len(state.inner) + len(source.passed)
         if isinstance(formula, Sum):
             if value.terms is not None:
                 items = [(1.0, View(value, order))]
-                yield from self._sum(formula, formula.terms, items, 0.0, None, state, True)
+                inside = state.through(source.passed)
+                yield from self._sum(formula, formula.terms, items, 0.0, None, inside, True)
         elif isinstance(formula, Product):
             if value.factors is not None:
                 items = [(View(value, order), 1.0)]
-                yield from self._product(formula.factors, items, 1.0, state, True)
-        else:
-            yield from self._apply(formula, value.node, View(value, order), state)
+                inside = state.through(source.passed)
+                yield from self._product(formula.factors, items, 1.0, inside, True)
+        elif value.node.name == formula.name:
+            inside = state.through(source.passed)
+            yield from self._apply(formula, value.node, View(value, order), inside)
         if before > len(self.seen):
-            self.seen, self.stopped = state.inner, value
+            self.seen, self.stopped = (*state.inner, *source.passed), value
 
     def _selection(self, formula, place: Map, view: View, state: State) -> Iterator:
         """Matches a select hidden behind views, such as labels that count from 0."""
@@ -263,7 +266,7 @@ class Matcher:
         yield from self._product(left, items, total, state.through(source.passed))
 
     def _apply(self, formula: Apply, node: Node, view: View, state: State) -> Iterator:
-        if node.name != formula.name or len(node.inputs) != len(formula.operands):
+        if len(node.inputs) != len(formula.operands):
             return
         if node.name in REDUCTIONS:
             yield from self._reduced(formula, node, view, state)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from jax_fastops import _compat, _implementation
@@ -27,10 +26,10 @@ from jax_fastops.autofuse._value import (
     NO_EQUATION,
     REDUCTIONS,
     USED,
-    Node,
     Value,
     View,
     reductions,
+    values_before,
 )
 
 # ---- which patterns can be at a value ------------------------------------------------------------
@@ -49,51 +48,29 @@ def _kinds(value: Value) -> set[str]:
     return {_KINDS.get(value.node.name, value.node.name)}
 
 
+_DEPTH = 120  # the most values before a result that are looked at
 _IN_NO_PATTERN = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call"}
 
 
-def _before(value: Value, limit: int, ends: Container[str] = ()) -> Iterator[Value]:
-    """A value and those that it is computed from, the nearest first."""
-    seen, left = {value}, deque([value])
-    while left and len(seen) < limit:
-        value = left.popleft()
-        yield value
-        if value.node.name not in ends:
-            fresh = [v for v in value.node.inputs if v not in seen]
-            seen.update(fresh)
-            left.extend(fresh)
-
-
-def _has_plain_params(node: Node) -> bool:
-    """Whether the parameters of an operation are numbers, and no functions."""
-    if node.name == "custom_jvp_call":
-        return True
-    parts = [x for v in node.params.values() for x in (v if isinstance(v, tuple) else (v,))]
-    return not any(callable(x) or hasattr(x, "jaxpr") or hasattr(x, "eqns") for x in parts)
-
-
-def _operations_before(value: Value) -> tuple[set, tuple]:
-    """The operations right before a value, as a formula needs them, and a key of all of them."""
-    operations: set = set()
+def _key(places: dict[Value, int]) -> tuple:
+    """What the values compute from each other. Equal keys are of equal computations."""
     key: list = []
-    places: dict[Value, int] = {}
-    for before in _before(value, 120, _IN_NO_PATTERN):
-        places[before] = len(places)
-    for before in places:
-        node = before.node
-        key += (before.shape, before.dtype)
-        if node is NO_EQUATION:
-            key.append(str(before.number))  # NaN is not NaN
-            continue
-        key.append(node.name)
-        if node.name not in _IN_NO_PATTERN:
-            key += (node.outputs.index(before), *(places.get(v) for v in node.inputs))
-            key.append(node.meaning if _has_plain_params(node) else None)
+    for value in places:
+        key.append(value.computation)
+        if value.node.name not in _IN_NO_PATTERN:
+            key += map(places.get, value.node.inputs)
+    return tuple(key)
+
+
+def _operations(values: Iterable[Value]) -> set:
+    """The operations of values, as a formula needs them."""
+    operations: set = set()
+    for node in {v.node for v in values} - {NO_EQUATION}:
         operations.add("root" if node.name in ("rsqrt", "sqrt", "pow") else node.name)
         if node.name in REDUCTIONS:
             axes = (found.axes for found in reductions(node))
             operations.update((node.name, (("axes", str(a)),)) for a in axes)
-    return operations, tuple(key)
+    return operations
 
 
 def _has_operations(formula: Formula, values: Sequence[Value]) -> bool:
@@ -104,7 +81,7 @@ def _has_operations(formula: Formula, values: Sequence[Value]) -> bool:
 
 def _has_means(value: Value) -> bool:
     """Whether a sum before a value is multiplied with a number. In an L2 norm, none is."""
-    multiples = (v.multiple for v in _before(value, 120) if v.is_floating)
+    multiples = (v.multiple for v in values_before(value, _DEPTH) if v.is_floating)
     sums = (m[1].source(narrowing=True).value for m in multiples if m is not None)
     return any(v.node.name == "reduce_sum" for v in sums)
 
@@ -159,10 +136,10 @@ class PatternRule(Rule):
             return None
         if not (value.is_array and value.is_floating and value.is_plain) or 0 in value.shape:
             return None
-        around, key = _operations_before(source)
-        key = value.shape, value.dtype, _compat.x64_is_on(), *key
+        before = values_before(source, _DEPTH, _IN_NO_PATTERN)
+        key = value.shape, value.dtype, _compat.x64_is_on(), *_key(before)
         self._tried, whole, match = [], [], None
-        for pattern, axis in self._candidates(value, source, around, key):
+        for pattern, axis in self._candidates(value, source, before, key):
             is_whole, match = self._at(pattern, axis, value)
             if is_whole:
                 whole.append((pattern, axis))
@@ -181,14 +158,16 @@ class PatternRule(Rule):
             self.search.misses.append(dataclasses.replace(miss, is_part=part == 1 and not is_view))
         return match
 
-    def _candidates(self, value: Value, source: Value, around: set, key: tuple) -> Iterator[tuple]:
+    def _candidates(
+        self, value: Value, source: Value, before: Iterable[Value], key: tuple
+    ) -> Iterator[tuple]:
         """The patterns to try, with the axis."""
         known, all_tried = self.known.get(key, ([], False))
         if not (self.search.thorough and all_tried):
             yield from known
             if all_tried:
                 return
-        kinds = _kinds(source)
+        kinds, around = _kinds(source), _operations(before)
         found: list[tuple[int, Pattern, Sequence[int]]] = []
         for pattern in PATTERNS:
             # Most patterns are left by what they need, before they are traced.
@@ -207,7 +186,7 @@ class PatternRule(Rule):
         if "labels" not in pattern.leaves:
             return value.sizes
         if value not in self._logits:
-            before = (v for v in _before(value, 40) if v.sizes[:-1] == value.sizes)
+            before = (v for v in values_before(value, 40) if v.sizes[:-1] == value.sizes)
             found = (v.sizes for v in before if len(v.long) == len(value.long) + 1)
             self._logits[value] = next(found, None)
         return self._logits[value]
@@ -386,7 +365,9 @@ class PatternRule(Rule):
         for one, row in total.with_row() if pattern.biased else ():
             if not only:
                 self._note("bias + " + pattern.name, total, USED)
-            elif "root" not in _operations_before(row)[0]:  # of a norm, which comes later
+            elif "root" not in _operations(
+                values_before(row, _DEPTH, _IN_NO_PATTERN)
+            ):  # of a norm, which comes later
                 operands = {"x": (one, Read(root.shape)), "bias": (row, ROW)}
                 yield "bias + ", pattern.biased, operands, [], {}
         op = pattern.sum_of or pattern.residual

@@ -62,6 +62,13 @@ class Call:
     shape: tuple[int, ...]
     dtype: Any
 
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.op, self.names, self.reads, self.options, self.shape, self.dtype))
+
+    def __hash__(self) -> int:
+        return self._hash
+
     def __call__(self, *values: Any, fanout: bool = False) -> tuple[Any, ...]:
         """All results. With ``fanout``, the first one is there twice."""
         operands = [read(x) for read, x in zip(self.reads, values, strict=True)]

@@ -8,10 +8,12 @@ index only the dimensions of size > 1.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +28,7 @@ Map = tuple[Any, ...]  # of int | None
 
 # They give the number that they take, if their operand is one.
 _MOVED = {"broadcast_in_dim", "reshape", "squeeze", "copy", "stop_gradient", "pvary", "pcast"}
+_GIVES_NUMBER = _MOVED.union(_numpy.ELEMENTWISE)
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"}
 ELEMENTWISE = {
     *("exp", "log", "tanh", "erf", "erfc", "logistic", "max", "min", "abs", "is_finite", "sign"),
@@ -80,21 +83,22 @@ class Value:
       sizes: the sizes of these dimensions.
     """
 
+    array: Any = None  # if it is known when the program is traced
+    is_array: bool = True
+    is_result: bool = False
+
     def __init__(self, aval: Any, node: Node | None = None, number: np.ndarray | None = None):
         self.aval: Any = aval
         self.node: Node = NO_EQUATION if node is None else node
-        self.array: Any = None  # if it is known when the program is traced
-        self.is_array: bool = True
         self.users: list[Node] = []
-        self.is_result: bool = False
         self.shape: tuple[Any, ...] = getattr(aval, "shape", ())
         self.dtype: Any = getattr(aval, "dtype", None)
         self.is_floating: bool = _is_floating(self.dtype)
         self.long: tuple[int, ...] = _long(self.shape)
         self.sizes: tuple[Any, ...] = tuple([self.shape[i] for i in self.long])
         self.identity: Map = _IDENTITIES[len(self.long)]
-        self._sources: dict[bool, View] = {}
-        if node is None:
+        self._sources: list[View | None] = [None, None]
+        if node is None or node.name not in _GIVES_NUMBER:
             self.number = number
 
     @property
@@ -123,8 +127,6 @@ class Value:
     def number(self) -> Any:
         """The one number of which the array consists, or ``None``."""
         node = self.node
-        if node.name not in _numpy.ELEMENTWISE and node.name not in _MOVED:
-            return None
         if node.name == "div" and not self.is_floating:  # rounds towards 0
             return None
         given = [v.number for v in node.inputs]
@@ -135,16 +137,36 @@ class Value:
         with np.errstate(all="ignore"):
             return np.asarray(_numpy.ELEMENTWISE[node.name](node.params, *given))
 
+    @functools.cached_property
+    def computation(self) -> int:
+        """A number for the type of the value and its operation, or for its number.
+
+        Equal numbers mean equal ones, whatever the operands are.
+        """
+        node = self.node
+        if node is NO_EQUATION:
+            number = None if self.number is None else self.number.tobytes()  # NaN is not NaN
+            return _number_of((self.shape, self.dtype, number))
+        place = node.outputs.index(self)
+        return _number_of((self.shape, self.dtype, place, node.name, node.plain_meaning))
+
     def source(self, narrowing: bool = False) -> View:
         """The array of which this is a view.
 
         With ``narrowing``, a cast to a narrower dtype is a view, too.
         """
-        if narrowing not in self._sources:
+        found = self._sources[narrowing]
+        if found is None:
             step = self.view(narrowing)
-            source = View(self, self.identity) if step is None else step.source(narrowing)
-            self._sources[narrowing] = View(source.value, source.map, (self, *source.passed))
-        return self._sources[narrowing]
+            if step is not None:
+                value, map_, passed = step.value.source(narrowing)
+                found = View(value, compose(step.map, map_), (self, *passed))
+                self._sources[narrowing] = found
+            else:
+                found = self._sources[narrowing] = View(self, self.identity, (self,))
+                if self.node.name != "convert_element_type":
+                    self._sources = [found, found]
+        return found
 
     def whole_source(self, narrowing: bool = False) -> View | None:
         """The source, if shape and order of dimensions are equal."""
@@ -223,7 +245,7 @@ class Value:
 
     # ---- sums, products, and selections
 
-    @property
+    @functools.cached_property
     def terms(self) -> list[tuple[float, Value]] | None:
         """The summands of a sum, or the array of a multiple, with their factors."""
         node = self.node
@@ -246,7 +268,7 @@ class Value:
         terms = self.terms
         return terms[0] if terms is not None and len(terms) == 1 else None
 
-    @property
+    @functools.cached_property
     def factors(self) -> list[tuple[Value, float]] | None:
         """The factors of a product with their exponents."""
         node = self.node
@@ -310,6 +332,23 @@ class Value:
                 return False
             value = value.users[0].outputs[0]
         return True
+
+
+def values_before(value: Value, limit: int, ends: Container[str] = ()) -> dict[Value, int]:
+    """A value and those that it is computed from, the nearest first, with their places.
+
+    They are up to ``limit``, and none before operations of these names.
+    """
+    places = {value: 0}
+    left = deque([value])
+    while left and len(places) < limit:
+        node = left.popleft().node
+        if node.name not in ends:
+            for v in node.inputs:
+                if v not in places:
+                    places[v] = len(places)
+                    left.append(v)
+    return places
 
 
 def values_between(root: Value, ends: set[Value]) -> set[Value]:
@@ -438,6 +477,8 @@ class Node:
     @functools.cached_property
     def meaning(self) -> tuple[Any, ...]:
         """The parameters, without those that depend on sizes."""
+        if not self.params:
+            return ()
         params = {k: v for k, v in self.params.items() if k not in _IGNORED_PARAMS}
         if self.name in REDUCTIONS:
             params = {"axes": _reduction(self).axes}
@@ -452,6 +493,25 @@ class Node:
         if self.name == "gather" and (along := _picks(self)) is not None:
             params = {"along": along, "fill": params["fill_value"], "mode": params["mode"]}
         return tuple(sorted((k, str(v)) for k, v in params.items()))
+
+    @functools.cached_property
+    def plain_meaning(self) -> tuple[Any, ...] | None:
+        """The meaning, if the parameters are numbers, and no functions or programs."""
+        if self.name != "custom_jvp_call":
+            for x in self.params.values():
+                for part in x if isinstance(x, tuple) else (x,):
+                    if callable(part) or hasattr(part, "jaxpr") or hasattr(part, "eqns"):
+                        return None
+        return self.meaning
+
+
+_numbers = itertools.count()
+
+
+@functools.lru_cache(1 << 16)
+def _number_of(key: tuple) -> int:
+    """A number for each key, always the same while it is in use."""
+    return next(_numbers)
 
 
 NO_EQUATION = Node(None, (), ())  # of an operand of the program, or a constant
