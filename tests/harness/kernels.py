@@ -363,7 +363,7 @@ def differences(case: Case, mode: str | None, dtype: Any) -> None:
     """First and second derivatives are those of differences, in float64."""
     with x64(), implementation(mode):
         args = case.make_args(case.rng("differences"), jnp.dtype(np.float64))
-        fn, primals = of(case.fn, args, case.diff), take(args, case.diff)
+        fn, primals = jax.jit(of(case.fn, args, case.diff)), take(args, case.diff)
         jax.test_util.check_grads(fn, primals, order=2, rtol=1e-4, atol=1e-4)
 
 
