@@ -5,7 +5,7 @@
 // is distributed over lanes. A thread stays in one column of words, and its functor has sums for
 // each element of a word. There are two forms of the kernel:
 //
-// - Columns in registers: a thread has up to kWords words, which are all loaded before the first is
+// - Columns in registers: a thread has a few words, which are all loaded before the first is
 //   used. A column takes no more lanes than can hold it. For a short column these are one or a few
 //   lanes of a warp; each warp then has its own tile and needs no other warp. For a long column
 //   they are lanes of a block, or of a cluster.
@@ -17,7 +17,7 @@
 //
 // A functor is that of held_rows.cuh, with kColumns sums in place of one: element i of a word
 // belongs to column i. It says whether there may be a mask (kMasks). An op chooses it on the
-// device:
+// device, and on the host for words of 16 bytes in registers, where no register is left for that:
 //
 //   struct Functors {
 //     using Params = ...;                // with the functor's arguments
