@@ -9,7 +9,6 @@
 #include "core/broadcast.h"
 #include "core/cuda/divide.cuh"
 #include "core/cuda/gradient_sums.h"
-#include "core/cuda/vec.cuh"
 #include "core/fast_divide.h"
 #include "core/plan_elements.h"
 
@@ -33,8 +32,6 @@ inline constexpr int kAnyClasses = -1;
 
 template <typename F, typename T, int kSet>
 struct SumsTraits {
-  using C = ComputeType<T>;
-  static constexpr int kOperands = F::kOperands, kArrays = 1 + kOperands;
   static constexpr bool kAny = kSet == kAnyClasses;
   static constexpr int kBytes = kAny ? sizeof(T) : 16;
   static constexpr int kSize = kBytes / sizeof(T);
