@@ -100,39 +100,31 @@ __global__ void __launch_bounds__(kBlock)
 
 using Kernel = void (*)(Params);
 
-template <typename T, size_t... kAligned, size_t... kElement>
-Kernel RowsKernel(bool aligned, int form, std::index_sequence<kAligned...>,
-                  std::index_sequence<kElement...>) {
-  static const Kernel in_units[] = {
-      KernelOf<NormBackwardKernels, NormRowsKernel<T, true, kAligned>>()...};
-  static const Kernel in_elements[] = {
-      KernelOf<NormBackwardKernels, NormRowsKernel<T, false, kElement>>()...};
-  return aligned ? in_units[form] : in_elements[form];
-}
-
-template <typename T, size_t kForm>
-Kernel DropKernelOf() {
-  if constexpr (kNormAlignedForms[kForm].drops) {
-    return KernelOf<NormBackwardKernels, NormRowsKernel<T, true, kForm, true>>();
+template <typename T, bool kAligned, bool kDrops, size_t kForm>
+Kernel RowsKernelOf() {
+  if constexpr (!kDrops || NormBackwardFormOf(sizeof(T), kAligned, kForm).drops) {
+    return KernelOf<NormBackwardKernels, NormRowsKernel<T, kAligned, kForm, kDrops>>();
   } else {
     return nullptr;
   }
 }
 
-template <typename T, size_t... kForms>
-Kernel DropKernel(int form, std::index_sequence<kForms...>) {
-  static const Kernel kernels[] = {DropKernelOf<T, kForms>()...};
+template <typename T, bool kAligned, bool kDrops, size_t... kForms>
+Kernel RowsKernelOf(int form, std::index_sequence<kForms...>) {
+  static const Kernel kernels[] = {RowsKernelOf<T, kAligned, kDrops, kForms>()...};
   return kernels[form];
 }
 
 template <typename T>
 Kernel RowsKernel(bool aligned, [[maybe_unused]] bool dropout, int form) {
   if constexpr (sizeof(T) == 8) {
-    return KernelOf<NormBackwardKernels, NormRowsKernel<T, false, 0>>();
+    return RowsKernelOf<T, false, false, 0>();
   } else {
-    if (dropout) return DropKernel<T>(form, std::make_index_sequence<kNormAlignedFormCount>());
-    return RowsKernel<T>(aligned, form, std::make_index_sequence<kNormAlignedFormCount>(),
-                         std::make_index_sequence<kNormElementFormCount>());
+    constexpr auto kAligned = std::make_index_sequence<kNormAlignedFormCount>();
+    constexpr auto kElements = std::make_index_sequence<kNormElementFormCount>();
+    return dropout   ? RowsKernelOf<T, true, true>(form, kAligned)
+           : aligned ? RowsKernelOf<T, true, false>(form, kAligned)
+                     : RowsKernelOf<T, false, false>(form, kElements);
   }
 }
 
@@ -181,8 +173,9 @@ cudaError_t LaunchBackward(const NormBackwardCall& call, DType dtype, Params p,
   Device device;
   const cudaError_t error = CurrentDevice(&device);
   if (error != cudaSuccess) return error;
-  const NormBackwardPlan plan =
-      PlanNormBackward(call, {device.processors, device.shared_per_block, device.clusters});
+  const NormBackwardPlan plan = PlanNormBackward(
+      call,
+      {device.processors, device.shared_per_block, device.clusters ? kNormBackwardCluster : 1});
   if (call.dropout && plan.form < 0) return LaunchWithDrop<T>(call, dtype, p, stream);
   p.rows = plan.rows;
   p.sums = plan.sums;
@@ -218,11 +211,8 @@ cudaError_t NormBackward(const NormShape& shape, NormKind kind, DType dtype,
     return error;
   }
 
-  NormBackwardCall call = {.batch = shape.batch,
-                           .rows = shape.rows,
-                           .n = shape.n,
-                           .sums = shape.sums,
-                           .itemsize = static_cast<int>(DTypeSize(dtype))};
+  NormBackwardCall call = {shape};
+  call.itemsize = static_cast<int>(DTypeSize(dtype));
   call.aligned = shape.n * call.itemsize % 16 == 0 &&
                  CommonAlignment({arrays.dy, arrays.s, arrays.dsum, arrays.dy2, arrays.dx,
                                   arrays.dresidual}) == 16;

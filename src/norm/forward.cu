@@ -237,38 +237,26 @@ __global__ void __launch_bounds__(kDropThreads)
 
 using Kernel = void (*)(NormForwardParams);
 
-template <typename T, NormAccess kAccess, size_t kForm>
+template <typename T, NormAccess kAccess, bool kDrops, size_t kForm>
 Kernel RowKernelOf() {
-  if constexpr (NormHasForm(kForm, kAccess, sizeof(T))) {
-    return KernelOf<NormForwardKernels, NormRowKernel<T, kAccess, kForm>>();
+  constexpr bool kExists =
+      kDrops ? kNormForwardForms[kForm].drops : NormHasForm(kForm, kAccess, sizeof(T));
+  if constexpr (kExists) {
+    return KernelOf<NormForwardKernels, NormRowKernel<T, kAccess, kForm, kDrops>>();
   } else {
     return nullptr;
   }
 }
 
 template <typename T, size_t... kForms>
-Kernel RowKernel(NormAccess access, int form, std::index_sequence<kForms...>) {
-  static const Kernel kernels[kNormAccesses][sizeof...(kForms)] = {
-      {RowKernelOf<T, NormAccess::kUnits, kForms>()...},
-      {RowKernelOf<T, NormAccess::kPairs, kForms>()...},
-      {RowKernelOf<T, NormAccess::kElements, kForms>()...},
-      {RowKernelOf<T, NormAccess::kShifted, kForms>()...}};
-  return kernels[static_cast<int>(access)][form];
-}
-
-template <typename T, size_t kForm>
-Kernel DropKernelOf() {
-  if constexpr (sizeof(T) < 8 && kNormForwardForms[kForm].drops) {
-    return KernelOf<NormForwardKernels, NormRowKernel<T, NormAccess::kUnits, kForm, true>>();
-  } else {
-    return nullptr;
-  }
-}
-
-template <typename T, size_t... kForms>
-Kernel DropKernel(int form, std::index_sequence<kForms...>) {
-  static const Kernel kernels[] = {DropKernelOf<T, kForms>()...};
-  return kernels[form];
+Kernel RowKernel(const NormForwardPlan& plan, std::index_sequence<kForms...>) {
+  static const Kernel kernels[kNormAccesses + 1][sizeof...(kForms)] = {
+      {RowKernelOf<T, NormAccess::kUnits, false, kForms>()...},
+      {RowKernelOf<T, NormAccess::kPairs, false, kForms>()...},
+      {RowKernelOf<T, NormAccess::kElements, false, kForms>()...},
+      {RowKernelOf<T, NormAccess::kShifted, false, kForms>()...},
+      {RowKernelOf<T, NormAccess::kUnits, true, kForms>()...}};  // with dropout
+  return kernels[plan.drops ? kNormAccesses : static_cast<int>(plan.access)][plan.form];
 }
 
 // Computes the sum by itself, in place of the result if it is not wanted. Then it is the input.
@@ -347,9 +335,7 @@ cudaError_t LaunchForward(int alignment, DType dtype, NormForwardParams params,
       plan = plan_for(1);  // the device cannot run such a cluster
     }
     if (plan.kernel == NormForwardKernel::kRow) {
-      constexpr auto kForms = std::make_index_sequence<kNormForwardFormCount>();
-      return launch(plan.drops ? DropKernel<T>(plan.form, kForms)
-                               : RowKernel<T>(plan.access, plan.form, kForms));
+      return launch(RowKernel<T>(plan, std::make_index_sequence<kNormForwardFormCount>()));
     }
     params.chunks = plan.chunks;
     params.row_partials = CeilDiv(params.n, 1024);

@@ -7,14 +7,10 @@
 #include <cstdint>
 #include <iterator>
 
-namespace jax_fastops {
+#include "core/plan_rows.h"
+#include "norm/shape.h"
 
-// What plans need to know about the device.
-struct NormDevice {
-  int processors = 1;        // SMs
-  int shared_per_block = 0;  // bytes
-  bool clusters = false;
-};
+namespace jax_fastops {
 
 // Kernels whose blocks process several items have no more blocks than this.
 inline constexpr int64_t kNormMaxBlocks = int64_t{1} << 30;
@@ -161,11 +157,7 @@ constexpr int NormTile(const NormBackwardForm& form, int itemsize) {
   return NormRepeat(form, itemsize) * (form.threads < 32 ? 32 / form.threads : 1);
 }
 
-struct NormBackwardCall {
-  int64_t batch = 1;
-  int64_t rows = 1;  // of each batch entry
-  int64_t n = 1;
-  int64_t sums = 1;  // partial sums of each batch entry
+struct NormBackwardCall : NormShape {
   int itemsize = 4;
   bool aligned = false;  // every row starts at a multiple of 16 bytes
   bool dropout = false;
@@ -195,7 +187,7 @@ struct NormBackwardPlan {
 
 // A plan for a call that is not empty. With dropout, form -1 says that no form with dropout takes
 // the call.
-NormBackwardPlan PlanNormBackward(const NormBackwardCall& call, const NormDevice& device);
+NormBackwardPlan PlanNormBackward(const NormBackwardCall& call, const HeldLimits& device);
 
 // The columns of a tile of a long row.
 inline constexpr int kNormLongTile = 16 * kNormBackwardThreads;

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "core/integer.h"
-#include "norm/shape.h"
 
 namespace jax_fastops {
 namespace {
@@ -133,27 +132,27 @@ bool PlanRing(const NormBackwardCall& call, const NormBackwardForm& form, int64_
 // partial sum as `rows` rows.
 void FreeSums(const NormBackwardCall& call, int64_t rows, NormBackwardPlan* plan) {
   if (call.sums_wanted) return;
-  plan->rows = call.batch * call.rows;
+  plan->rows = call.all_rows();
   plan->partials = plan->sums = CeilDiv(plan->rows, rows);
 }
 
 }  // namespace
 
-NormBackwardPlan PlanNormBackward(const NormBackwardCall& call, const NormDevice& device) {
+NormBackwardPlan PlanNormBackward(const NormBackwardCall& call, const HeldLimits& device) {
   NormBackwardPlan plan;
   plan.rows = call.rows;
   plan.sums = call.sums;
   plan.partials = call.batch * call.sums;
-  const int64_t all_rows = call.batch * call.rows;
+  const int64_t all_rows = call.all_rows();
   const int count = call.itemsize == 8 ? 1
                     : call.aligned     ? kNormAlignedFormCount
                                        : kNormElementFormCount;
   for (int i = 0; i < count; ++i) {
     const NormBackwardForm form = NormBackwardFormOf(call.itemsize, call.aligned, i);
     if (call.dropout && !form.drops) continue;
-    const int most = form.clusters && device.clusters ? kNormBackwardCluster : 1;
+    const int most = form.clusters ? std::min(device.max_cluster, kNormBackwardCluster) : 1;
     for (plan.cluster = 1; plan.cluster <= most; plan.cluster *= 2) {
-      if (!PlanRing(call, form, device.shared_per_block, &plan)) continue;
+      if (!PlanRing(call, form, device.shared_bytes, &plan)) continue;
       plan.form = i;
       const int64_t groups = std::max(1, 4 * device.processors / plan.cluster);
       const int64_t tiles = NormWorkers(form.threads) * NormTile(form, call.itemsize);

@@ -78,18 +78,18 @@ void CheckBackward(Random& random) {
   call.sums_wanted = random.Coin();
   call.dropout = random.Coin();
   call.arrays = 2 + static_cast<int>(random.Below(3));
-  NormDevice device;
+  HeldLimits device;
   device.processors = static_cast<int>(random.Size(200));
-  device.shared_per_block = static_cast<int>((48 + random.Below(180)) << 10);
-  device.clusters = random.Coin();
+  device.shared_bytes = static_cast<int>((48 + random.Below(180)) << 10);
+  device.max_cluster = random.Coin() ? kNormBackwardCluster : 1;
   const NormBackwardPlan plan = PlanNormBackward(call, device);
 #define BACKWARD(condition)                                                                     \
   CHECK(condition, "backward of %lld x %lld rows of %lld, %d bytes, aligned %d, %d arrays, %d", \
         (long long)call.batch, (long long)call.rows, (long long)call.n, call.itemsize,          \
-        call.aligned, call.arrays, device.shared_per_block)
+        call.aligned, call.arrays, device.shared_bytes)
   const bool drops = call.aligned && call.itemsize < 8 && call.n >= kNormDropoutLeast &&
                      call.n <= kNormDropoutMost && call.arrays <= 3 &&
-                     device.shared_per_block >= 220 << 10;
+                     device.shared_bytes >= 220 << 10;
   BACKWARD(!call.dropout || !drops || plan.form >= 0);
   if (call.dropout && plan.form < 0) return;
   BACKWARD(plan.blocks > 0 && plan.blocks <= kMaxGrid && plan.blocks % plan.cluster == 0);
@@ -112,7 +112,7 @@ void CheckBackward(Random& random) {
   const int64_t columns = plan.block_columns, last = call.n - (plan.cluster - 1) * columns;
   BACKWARD(columns <= int64_t{form.threads} * form.columns && last <= columns);
   BACKWARD(last > 0 && last >= int64_t{form.threads} * form.least);
-  BACKWARD(plan.cluster == 1 || (device.clusters && form.clusters));
+  BACKWARD(plan.cluster == 1 || (device.max_cluster > 1 && form.clusters));
   BACKWARD(plan.cluster <= kNormBackwardCluster);
   BACKWARD(!call.aligned || call.itemsize == 8 || columns * call.itemsize % 16 == 0);
   BACKWARD(plan.stages >= 2 && plan.stages <= kNormMaxStages);
@@ -121,7 +121,7 @@ void CheckBackward(Random& random) {
   BACKWARD(plan.stage_bytes == call.arrays * plan.slot_bytes + 2 * plan.stat_bytes);
   BACKWARD(plan.shared == int64_t{NormWorkers(form.threads)} * plan.stages * plan.stage_bytes);
   const int fixed = NormWorkers(form.threads) > 1 ? kNormWorkersStatic : kNormBlockStatic;
-  BACKWARD(plan.shared + fixed <= device.shared_per_block);
+  BACKWARD(plan.shared + fixed <= device.shared_bytes);
 }
 
 }  // namespace

@@ -25,7 +25,6 @@ enum class CacheHint {
   kReadOnly,    // loads only (ld.nc): the kernel does not write the bytes
   kStreaming,   // accessed once (ld.cs, st.cs): evicted first, from L1 and from L2
   kNoAllocate,  // loads only: read once by this SM; bypasses L1, uses L2 as usual
-  kEvictFirst,  // as kNoAllocate, and evicted first from L2 by an explicit policy
 };
 
 // Unsigned type of kBytes bytes that a single load or store moves.
@@ -67,25 +66,6 @@ __device__ __forceinline__ uint4 LoadNoAllocate(const uint4* p) {
   return v;
 }
 
-__device__ __forceinline__ uint4 LoadEvictFirst(const uint4* p) {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(__cvta_generic_to_global(p)), "l"(policy));
-  return v;
-}
-
-__device__ __forceinline__ void StoreEvictFirst(uint4* p, uint4 v) {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(
-                   __cvta_generic_to_global(p)),
-               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(policy)
-               : "memory");
-}
-
 template <CacheHint kHint>
 __device__ __forceinline__ uint4 LoadBits(const void* p) {
   const uint4* address = static_cast<const uint4*>(p);
@@ -95,8 +75,6 @@ __device__ __forceinline__ uint4 LoadBits(const void* p) {
     return LoadNoAllocate(address);
   } else if constexpr (kHint == CacheHint::kReadOnly) {
     return __ldg(address);
-  } else if constexpr (kHint == CacheHint::kEvictFirst) {
-    return LoadEvictFirst(address);
   } else {
     return __ldca(address);
   }
@@ -109,8 +87,6 @@ __device__ __forceinline__ void StoreBits(void* p, uint4 bits) {
   uint4* address = static_cast<uint4*>(p);
   if constexpr (kHint == CacheHint::kStreaming) {
     __stcs(address, bits);
-  } else if constexpr (kHint == CacheHint::kEvictFirst) {
-    StoreEvictFirst(address, bits);
   } else {
     __stwb(address, bits);
   }
