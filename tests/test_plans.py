@@ -43,4 +43,4 @@ def test_plans(test, tmp_path):
 
 def test_every_plan_has_a_test():
     planned = {path.parent.name for path in (CHECKOUT / "src").glob("*/plan*.cc")}
-    assert planned == set(map(family_of, TESTS))
+    assert planned <= set(map(family_of, TESTS))

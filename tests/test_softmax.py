@@ -404,6 +404,7 @@ def test_other_axes(name, kind, masked):
         )
 
     shapes += [(3, 5000, 3), (1, 1025, 17), (2, 300, 64), (7, 129, 1), (1, 20000, 2)]
+    shapes += [(1, 20000, 8), (1, 2000, 64), (1, 5000, 64)]
     check_shapes(name, jnp.dtype(kind), [(s, 1, mask(*s)) for s in shapes], scale=0.9)
 
 
@@ -557,16 +558,21 @@ def special_rows(n, dtype):
     return {what: row.astype(dtype) for what, row in rows.items()}
 
 
-def compare_rows(name, dtype, x, dy, where=None, scale=1.0, ulps=0):
+def compare_rows(name, dtype, x, dy, where=None, scale=1.0, ulps=0, axis=1):
     """Checks values and gradients against float64; NaN and infinities must match jax.nn.
 
     `ulps` is the relative error of a gradient that is allowed in addition to that of the cotangent.
+    With axis 0, the op gets the transposed arrays.
     """
 
     def of(fn):
         def run(x, dy, *rest):
             where = rest[0] if rest else None
-            return value_and_gradient(lambda x: fn(x, where=where, scale=scale))(x, dy)
+            if axis == 1:
+                return value_and_gradient(lambda x: fn(x, where=where, scale=scale))(x, dy)
+            where = None if where is None else where.T
+            op = functools.partial(fn, where=where, axis=0, scale=scale)
+            return value_and_gradient(lambda x: op(x.T).T)(x, dy)
 
         return run
 
@@ -653,6 +659,22 @@ def test_special_values_of_long_rows(name, kind, scale, masked):
         where[::3, : n // 3] = False
         where[1::5] = False
     compare_rows(name, dtype, x, normal(rng, x.shape, dtype), where, scale, ulps=16)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("n", [300, 20_001])
+@pytest.mark.parametrize("masked", [False, True])
+def test_special_values_along_axis_0(name, kind, n, masked):
+    """Adjacent elements, of which vectors are read, belong to different rows."""
+    dtype = jnp.dtype(kind)
+    rows = [*special_rows(n, dtype).values()]
+    x = np.stack([*rows, *rows][:32])
+    rng = np.random.default_rng(8)
+    where = None
+    if masked:
+        where = random_mask(rng, x.shape, 0.5)
+        where[1::5] = False
+    compare_rows(name, dtype, x, normal(rng, x.shape, dtype), where, ulps=16, axis=0)
 
 
 @pytest.mark.parametrize("shape", [(2, 1000), (2, 40_001), (2, 300_001), (20_001, 3), (300_001, 2)])

@@ -41,9 +41,9 @@ struct ColumnsShape {
   int64_t outer, n, inner;
   int itemsize;
   int inputs;          // arrays that are read, 1 or 2
-  uint64_t addresses;  // those of all arrays, by a bitwise or
-  uint64_t
-      mask_bits;  // words of k elements are words of a mask along inner if it is a multiple of k
+  uint64_t addresses;  // the bitwise or of the addresses of all arrays
+  // Words of k elements are words of a mask along inner if this is a multiple of k.
+  uint64_t mask_bits;
   bool long_workspace;  // sums of blocks have a workspace: ceil(n / 1024) values of each column
 };
 

@@ -115,7 +115,9 @@ bool PlanRegisters(const ColumnsShape& shape, const WordsOfColumns& words, const
   // copy floor instead of 1.03. For words of one element, the ends of a tile share sectors with
   // other tiles. Tiles of blocks are then 256 bytes wide, or 32 elements for 16-bit types.
   const int bytes = words.bytes;
-  const auto width_of = [&](int most) { return Log2(std::min<int64_t>(words.row_words, most)); };
+  const auto width_of = [&](int max_words) {
+    return Log2(std::min<int64_t>(words.row_words, max_words));
+  };
   const int warp_width = width_of(std::min(32, 128 / bytes));
   const int block_width = width_of(words.size > 1 ? 128 / bytes : bytes > 2 ? 256 / bytes : 32);
   constexpr int kLogThreads = 8;

@@ -1,8 +1,8 @@
 // What softmax and log_softmax compute, as functors for the core's kernels over rows along the
 // minor axis (core/cuda/held_rows.cuh) and along any other axis (core/cuda/held_columns.cuh). A
 // functor has a maximum and a sum for each of kColumns columns: element i of a word belongs to
-// column i % kColumns. Rows along the minor axis are one column. Those with dropout are functors of
-// their own, because dropout takes registers.
+// column i % kColumns. Rows along the minor axis are one column. Softmax with
+// dropout has functors of its own, because dropout takes registers.
 #ifndef JAX_FASTOPS_SOFTMAX_FUNCTORS_CUH_
 #define JAX_FASTOPS_SOFTMAX_FUNCTORS_CUH_
 

@@ -145,9 +145,6 @@ struct Normalizer {
     if constexpr (!kHalf) return Exp(d * scale);
     return log ? Exp2(d * scale * kLog2E) : Exp2(fmaf(d, scale * kLog2E, 64.0f));
   }
-  __device__ __forceinline__ A operator()(A x) const {
-    return log ? MulAdd(x - top, scale, -last) : Power(x) * last;
-  }
   static __device__ __forceinline__ bool Undefined(A total) { return !(total < A(INFINITY)); }
 };
 

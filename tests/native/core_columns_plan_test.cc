@@ -47,6 +47,7 @@ void CheckPlan(const ColumnsShape& shape, const HeldLimits& device, const Column
   FAIL_UNLESS(shape.inner % size == 0 && shape.addresses % bytes == 0);
   FAIL_UNLESS(size == 1 || shape.mask_bits % size == 0);
   FAIL_UNLESS(launch.columns == shape.outer * (shape.inner / size));
+  FAIL_UNLESS(launch.row_words.divisor == static_cast<uint64_t>(shape.inner / size));
   FAIL_UNLESS(!plan.registers || shape.itemsize < 8);
 
   const int64_t block = int64_t{1} << launch.log_threads, width = int64_t{1} << launch.log_width;
@@ -123,22 +124,28 @@ void CheckCover(const ColumnsShape& shape, const HeldLimits& device, const Colum
 
 int main() {
   Random random(1);
-  int64_t registers[2] = {}, longer[2][3] = {}, clusters = 0, adjacent = 0;
+  int64_t registers[2] = {}, longer[2][3] = {}, adjacent = 0;
+  int64_t clusters_covered = 0, chunks_covered = 0;
   for (int i = 0; i < kShapes; ++i) {
     const ColumnsShape shape = RandomShape(random);
     const HeldLimits& device = kDevices[random.Below(3)];
     const ColumnsPlan plan = PlanColumns(shape, device);
     const ColumnsLaunch& launch = plan.launch;
     CheckPlan(shape, device, plan);
-    if (launch.columns * shape.n <= 1 << 15 && i % 8 == 0) CheckCover(shape, device, plan);
+    const bool rare = plan.cluster > 1 || launch.chunks > 1;
+    if (launch.columns * shape.n <= (rare ? 1 << 18 : 1 << 15) && (rare || i % 8 == 0)) {
+      CheckCover(shape, device, plan);
+      clusters_covered += plan.cluster > 1;
+      chunks_covered += launch.chunks > 1;
+    }
     const bool wide = plan.bytes > shape.itemsize;
     ++(plan.registers ? registers[wide] : longer[wide][launch.held ? 0 : 1 + (launch.chunks > 1)]);
-    clusters += plan.cluster > 1;
     adjacent += launch.adjacent;
   }
   for (int wide : {0, 1}) {
     CHECK(registers[wide] > 0, "no shape is in registers: wide %d", wide);
     for (int64_t count : longer[wide]) CHECK(count > 0, "a form is not used: wide %d", wide);
   }
-  CHECK(clusters > 0 && adjacent > 0, "no clusters, or no adjacent lanes");
+  CHECK(clusters_covered > 0 && chunks_covered > 0, "no clusters, or no chunks, are covered");
+  CHECK(adjacent > 0, "no adjacent lanes");
 }

@@ -35,7 +35,7 @@ struct HeldColumns {
   ColumnMask mask;
 };
 
-// What a thread has of a column of words: those with the indices first, first + step, ... of n.
+// The words of a column that a thread has: those with the indices first, first + step, ... of n.
 template <typename T, int kBytes>
 struct ColumnSlice {
   static constexpr int kSize = kBytes / sizeof(T);

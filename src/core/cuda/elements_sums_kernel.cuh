@@ -27,7 +27,6 @@
 #ifndef JAX_FASTOPS_CORE_CUDA_ELEMENTS_SUMS_KERNEL_CUH_
 #define JAX_FASTOPS_CORE_CUDA_ELEMENTS_SUMS_KERNEL_CUH_
 
-#include <algorithm>
 #include <cstdint>
 
 #include "core/cuda/elements_sums_params.cuh"

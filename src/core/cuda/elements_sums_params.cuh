@@ -46,7 +46,6 @@ struct SumsTraits {
   static constexpr int kRows = kAny ? 4 : kStreams > 3 ? 2 : kStreams == 1 && kValues == 0 ? 6 : 4;
   static constexpr int kBlocks =
       kAny || kStreams > 2 || kValues > 1 || (sizeof(T) == 2 && kVectors + kValues > 1) ? 2 : 3;
-  static constexpr bool kMayBeFlat = kAny || kVectors == 0;
   using Offset = std::conditional_t<kAny, int64_t, uint32_t>;  // of an element
   using Column = std::conditional_t<kAny, int64_t, int>;
 };

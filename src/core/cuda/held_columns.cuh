@@ -15,9 +15,11 @@
 //
 // With words of one element the second form takes any array, also rows along the minor axis.
 //
-// A functor is that of held_rows.cuh, with kColumns sums in place of one: element i of a word
-// belongs to column i. It says whether there may be a mask (kMasks). An op chooses it on the
-// device, and on the host for words of 16 bytes in registers, where no register is left for that:
+// A functor is that of held_rows.cuh for kColumns columns: element i of a word belongs to column i.
+// Its kSums are a multiple of kColumns, a group reduces kColumns values at once, and
+// Undefined(column) is that of one column. It says whether there may be a mask (kMasks). An op
+// chooses it on the device, and on the host for words of 16 bytes in registers, where no register
+// is left for that:
 //
 //   struct Functors {
 //     using Params = ...;                // with the functor's arguments
@@ -32,7 +34,6 @@
 
 #include <cooperative_groups.h>
 
-#include <algorithm>
 #include <cstdint>
 
 #include "core/cuda/column_holders.cuh"
@@ -45,8 +46,8 @@ namespace jax_fastops::cuda {
 // The lanes of a column, which are 1 << log_width threads apart, or adjacent.
 template <typename A, int kColumns, bool kMayBeAdjacent, bool kMayCluster>
 struct ColumnGroup {
-  // Values are exchanged in pieces of up to 16 bytes.
-  using Piece = Unit<A, kColumns * sizeof(A) < 16 ? kColumns * sizeof(A) : 16>;
+  // Values are exchanged by accesses of up to 16 bytes.
+  using Access = Unit<A, kColumns * sizeof(A) < 16 ? kColumns * sizeof(A) : 16>;
 
   const ColumnsLaunch& launch;
   uint4* shared;
@@ -84,10 +85,10 @@ struct ColumnGroup {
  private:
   static __device__ __forceinline__ void Put(A* to, const A (&values)[kColumns]) {
 #pragma unroll
-    for (int at = 0; at < kColumns; at += Piece::kSize) {
-      Piece piece;
+    for (int at = 0; at < kColumns; at += Access::kSize) {
+      Access piece;
 #pragma unroll
-      for (int i = 0; i < Piece::kSize; ++i) piece[i] = values[at + i];
+      for (int i = 0; i < Access::kSize; ++i) piece[i] = values[at + i];
       piece.Store(to + at);
     }
   }
@@ -95,10 +96,10 @@ struct ColumnGroup {
   template <typename Each>
   static __device__ __forceinline__ void Take(const A* from, const Each& each) {
 #pragma unroll
-    for (int at = 0; at < kColumns; at += Piece::kSize) {
-      const Piece piece = Piece::Load(from + at);
+    for (int at = 0; at < kColumns; at += Access::kSize) {
+      const Access piece = Access::Load(from + at);
 #pragma unroll
-      for (int i = 0; i < Piece::kSize; ++i) each(at + i, piece[i]);
+      for (int i = 0; i < Access::kSize; ++i) each(at + i, piece[i]);
     }
   }
 
@@ -180,6 +181,7 @@ __global__ void __launch_bounds__(ColumnThreads(kRegisters, kBytes, Functors::kI
   extern __shared__ uint4 shared[];
   Functors::template With<T, kSize>(params, [&](auto functor) {
     using F = decltype(functor);
+    static_assert(!kMayCluster || F::kReductions == 1, "blocks of a cluster exchange values once");
     const int log_blocks = kMayCluster ? launch.log_blocks : 0;
     const int threads = 1 << launch.log_threads, width = 1 << launch.log_width;
     const int thread = threadIdx.x & (threads - 1), lanes = threads >> launch.log_width;
@@ -195,8 +197,8 @@ __global__ void __launch_bounds__(ColumnThreads(kRegisters, kBytes, Functors::kI
     ColumnGroup<A, kSize, !kRegisters, kMayCluster> group{launch, shared};
 
     if constexpr (kRegisters) {
-      // The column goes from the end of n to its start. Then only the thread's first word may be
-      // outside, and only that one needs a check.
+      // The column goes from the end of n to its start, so at most the thread's first word is
+      // outside. A thread without a column has no words.
       const int all_lanes = lanes << log_blocks;
       const int first =
           (launch.words - 1) * all_lanes + lane + (log_blocks > 0 ? BlockOfCluster() * lanes : 0);
@@ -226,6 +228,7 @@ __global__ void __launch_bounds__(ColumnThreads(kRegisters, kBytes, Functors::kI
       constexpr int kWords = LoadedColumnWords(kBytes, kInputs);
       const auto load = [&](int64_t first) {
         using Words = WordsInRegisters<T, kInputs, kBytes, kWords, false>;
+        static_assert(!Words::kSplit, "there is no shared memory for the second array");
         Column<T, kInputs, kBytes, Words> part(
             slice.After(first), static_cast<int>(min(int64_t{kWords}, count - first)), 0,
             Words(nullptr));

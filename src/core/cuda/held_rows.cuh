@@ -21,7 +21,7 @@
 //     using A = ComputeType<T>;
 //     using Params = ...;                     // of all rows
 //     static constexpr int kInputs = 2;       // arrays that are read, 1 or 2
-//     static constexpr int kReductions = 1;   // that Reduce does, each of one value
+//     static constexpr int kReductions = 1;   // that Reduce or Combine does, each of one value
 //     static constexpr bool kStreams = true;  // has kSums, and Add to Settle
 //     static constexpr int kSums = 1;
 //     static constexpr int MinBlocks(int words);  // of kMaxHeldThreads, on an SM, in registers
