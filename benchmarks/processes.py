@@ -4,11 +4,13 @@ A job's rows run in processes, one for each row or for some rows of one contende
 contender has the memory, the clocks or the errors of another one.
 """
 
+import contextlib
 import importlib.util
 import itertools
 import json
 import os
 import queue
+import signal
 import statistics
 import subprocess
 import sys
@@ -121,7 +123,9 @@ def stream(arguments: list[str], allowed: Callable[[], float]) -> Iterator[dict]
     """
     with (
         tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(**_python(arguments), stdout=subprocess.PIPE, stderr=errors) as child,
+        subprocess.Popen(
+            **_python(arguments), stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        ) as child,
     ):
         lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
@@ -135,14 +139,15 @@ def stream(arguments: list[str], allowed: Callable[[], float]) -> Iterator[dict]
             while (line := lines.get(timeout=max(0, allowed()))) is not None:
                 if line.startswith("{"):
                     yield json.loads(line)
-            if child.wait():
+            if child.wait(timeout=max(0, allowed())):
                 errors.seek(0)
                 text = errors.read().strip()[-400:]
                 yield {"error": text or f"the process ended with {child.returncode}"}
-        except queue.Empty:
+        except (queue.Empty, subprocess.TimeoutExpired):
             yield {"error": "it took too long"}
         finally:
-            child.kill()
+            with contextlib.suppress(ProcessLookupError):  # also the processes that it started
+                os.killpg(child.pid, signal.SIGKILL)
 
 
 def _python(arguments: list[str]) -> dict[str, Any]:

@@ -106,7 +106,7 @@ _CUDA = _entries([
     ("bias_gelu", "half", (size >= 8 * MB) & (aligned | (groups < 3)),
      (size >= 32 * MB) | (size >= 8 * MB) & (groups < 3)),
     ("bias_gelu", "float32", (groups < 3) & ~aligned & (size >= 256 * MB),
-     (groups < 3) & (size >= 16 * MB)),
+     (groups < 3) & ~aligned & (size >= 16 * MB)),
     ("bias_gelu_exact", "half", size >= 2 * MB,
      (size >= 32 * MB) | (size >= 8 * MB) & (groups < 3)),
     ("bias_gelu_exact", "float32", (size >= 16 * MB) & (aligned | (groups < 3)),

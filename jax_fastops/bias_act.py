@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_fastops._activations import ACTIVATIONS, Activation, documented
+from jax_fastops._activations import ACTIVATIONS, Activation, documented, measured
 from jax_fastops._arguments import (
     as_arrays,
     broadcasts,
@@ -38,9 +38,6 @@ from jax_fastops._views import (
 )
 from jax_fastops.relu import add_relu
 
-# Activations that share the entry of another one in the table of "auto", because XLA takes about as
-# long for both.
-_LIKE = {"quick_gelu": "silu", "mish": "gelu_exact"}
 _MASK = "... ceil(n/8) :uint8"
 _GRADIENTS = "dx?: ... *n, dbias?: ... *n, workspace?: ... *n :acc"
 _BIAS_ACT = Kernel.declare(
@@ -207,7 +204,7 @@ def bias_act(x: ArrayLike, bias: ArrayLike | None, *, activation: Activation = "
         x, bias = of_rank(x, 1), of_rank(bias, 1)
         return jnp.squeeze(bias_act(x, bias, activation=activation), 0)
     call: dict[str, Any] = dict(
-        entry=f"bias_{_LIKE.get(activation, activation)}",
+        entry=f"bias_{measured(activation)}",
         features=features_of([x.shape, bias.shape], x.dtype),
         limit=limit_of(x.shape),
     )

@@ -353,10 +353,12 @@ def weighted_cross_entropy(
 ) -> jax.Array:  # fmt: skip
     """:func:`linear_cross_entropy`, where the sum is one of losses times ``weights``.
 
-    These have the shape of ``labels`` and the dtype of the losses, or are ``None``. They are of no
-    use for a reduction other than ``"sum"``.
+    These have the shape of ``labels`` and the dtype of the losses, or are ``None``. With weights,
+    the reduction is ``"sum"``.
     """
     name = "linear_cross_entropy"
+    if weights is not None and reduction != "sum":
+        raise ValueError(f"{name}: there are weights, so reduction must be 'sum'")
     optional = dict(bias=bias, where=where, weights=weights)
     optional = {key: v for key, v in optional.items() if v is not None}
     given: dict[str, Any] = dict(x=x, table=table, labels=labels, **optional)

@@ -147,8 +147,9 @@ def pytest_collection_finish():
 
 
 def pytest_configure(config):
-    # Two thirds of the tests are slow ones of the harness, which need not be made to be left out.
-    harness.case.WITHOUT_SLOW = "not slow" in config.getoption("markexpr")
+    # Two thirds of the tests are slow ones of the harness. If they are left out, they are not made.
+    chosen = config.getoption("markexpr")
+    harness.case.WITHOUT_SLOW = chosen == "not slow" or chosen.endswith("and not slow")
     # If a donated buffer cannot be reused, that is not an op's fault. Small ones often cannot be.
     config.addinivalue_line("filterwarnings", "ignore:Some donated buffers were not usable")
     if tuple(map(int, version("jax").split(".")[:2])) < (0, 12):

@@ -237,9 +237,10 @@ def test_no_less_accurate_than_jax(dtype):
         wide = [a.astype(jnp.float64) for a in given]
         oracle = functools.partial(expected, allowed=causal(64, 64))
         exact = step(oracle, wide, weight.astype(jnp.float64))
-        errors = [norm_errors(step(fn, given, weight), exact) for fn in (ours, jax_nn)]
+        xla = functools.partial(jax_nn, implementation="xla")
+        errors = [norm_errors(step(fn, given, weight), exact) for fn in (ours, jax_nn, xla)]
     for name, mine in errors[0].items():
-        assert mine <= 1.1 * errors[1][name], name
+        assert mine <= min(1.1 * errors[1][name], 2 * errors[2][name]), name
 
 
 @pytest.mark.parametrize("options", [{}, dict(is_causal=True), dict(scale=0.3)])

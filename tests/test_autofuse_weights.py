@@ -37,7 +37,7 @@ def lm1b(logits, w):
     return (losses * w).sum(), w.sum()
 
 
-# Of tokens `x`, a table `w` and weights `k` of the tokens.
+# The arguments are tokens `x`, a table `w` and weights `k` of the tokens.
 FORMS = {
     "mean": lambda x, w, k: mean(label_loss(x @ w, LABELS), k),
     "mean of rows": lambda x, w, k: mean(of_rows(x @ w, LABELS), flat(k)),

@@ -161,6 +161,7 @@ NHWC = case(
     symbolic=("b, 2, 5", "5", "5"),
     sizes=({"b": 1}, {"b": 6001}),
     modes=("native",),
+    versions=True,
 )
 ADD_RELU = case(
     "add_relu",

@@ -73,6 +73,7 @@ FULL = case(
     [(16, 24)] * 3,
     shardings=(Sharding("first", (0, 0, 0), (0,)), Sharding("last", (1, 1, 1), (1,))),
     symbolic=("a, b",) * 3,
+    versions=True,
     sizes=({"a": 7, "b": 30_001},),
 )
 

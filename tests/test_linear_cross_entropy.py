@@ -102,7 +102,7 @@ SUMS = Sharding("tokens", TOKENS, (None,), 2, gradient_all_reduces=2, shard_map=
 BY_TOKENS = Sharding("tokens", TOKENS, (0,), gradient_all_reduces=2)
 BY_SUM = Sharding("tokens", TOKENS, (None,), 1)
 SOME = rf"{OTHER_FORM}|scan/grad|checkpoint/default"
-MEAN = case("mean", (3,), (16,), SUMS, symbolic=("b, d", "v, d", "v", "b"), empty="")
+MEAN = case("mean", (3,), (16,), SUMS, symbolic=("b, d", "v, d", "v", "b"), empty="", versions=True)
 NONE = case("none", (2, 2), (16, 2), BY_TOKENS, quick=SOME)
 SUM = case("sum", (2, 2), (16, 2), BY_SUM, basic_only=True, **HARD)
 COLUMNS = [

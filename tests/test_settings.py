@@ -38,7 +38,7 @@ def by(request):
 
 @pytest.mark.parametrize("op", CALLS)
 def test_strict_promotion_changes_nothing(op, by):
-    """Values, gradients and second derivatives, also of a function that was traced before."""
+    """Its program, gradients and second derivatives; also of a function that was traced before."""
     call = CALLS[op]
     args = operands(call, jnp.bfloat16)
 

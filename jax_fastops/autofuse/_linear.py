@@ -92,7 +92,8 @@ class ProductCall:
     """The call that replaces losses, or ``factor`` times their sum, of logits that are a product.
 
     The product is ``scale`` times as large. ``fill`` is the logit of each class whose element of
-    ``classes`` is False.
+    ``classes`` is False. The call takes the factors of the losses, by the names of
+    ``with_factors``, among its options.
     """
 
     losses: LossCall
@@ -100,14 +101,14 @@ class ProductCall:
     scale: float
     fill: float
 
-    def __call__(self, x, table, labels, bias=None, classes=None, **more):
+    def __call__(self, x, table, labels, bias=None, classes=None, **options):
         kinds = "mask", "weight", "divisor"
         factors = {
-            name: jnp.broadcast_to(more.pop(name), labels.shape)
-            for name in list(more)
+            name: jnp.broadcast_to(options.pop(name), labels.shape)
+            for name in list(options)
             if name.startswith(kinds)
         }
-        options, where, weights = more, None, None
+        where = weights = None
         masks = [array for name, array in factors.items() if name.startswith("mask")]
         if masks:
             where = functools.reduce(jnp.logical_and, masks)

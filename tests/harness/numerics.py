@@ -126,7 +126,7 @@ def assert_accurate(
             )
 
 
-def accurate_whatever(got: Any, types: Any, oracle: Any, tolerance: Tolerance) -> bool:
+def is_within_floor(got: Any, types: Any, oracle: Any, tolerance: Tolerance) -> bool:
     """Whether `assert_matches` accepts finite results of these types whatever the reference gives:
     they have no more than the error that is accepted even if the reference is exact."""
 

@@ -36,10 +36,10 @@ from harness.case import (
 from harness.compat import x64
 from harness.numerics import (
     Tolerance,
-    accurate_whatever,
     assert_bitwise_equal,
     assert_matches,
     is_float,
+    is_within_floor,
     normal,
 )
 from harness.process import TESTS
@@ -201,7 +201,7 @@ class Expected:
     def check(self, got: Any, tolerance: Tolerance, where: str = "result") -> None:
         """Compares results. The reference runs only if its own errors decide."""
         got = jax.tree.map(np.asarray, got)
-        if self.exact is None or not accurate_whatever(got, self.types, self.exact, tolerance):
+        if self.exact is None or not is_within_floor(got, self.types, self.exact, tolerance):
             assert_matches(got, self.values, self.exact, tolerance, where)
 
 
