@@ -23,6 +23,7 @@ from jax_fastops.models._products import (
     take,
     wide_product,
 )
+from jax_fastops.models._segments import Segments
 from jax_fastops.models._sharding import element, is_sharded, split_last, varying_with, whole
 
 _CHECK = Checks("bert")
@@ -154,15 +155,27 @@ def embed(params: dict, tokens, config: Config, token_types, positions):
     return x.astype(config.dtype)
 
 
-def pool(params: dict, x):
-    y = wide_product("be,ef->bf", element(x, 0), params["kernel"])
-    return jnp.tanh(biased(y, params["bias"])).astype(x.dtype)
+def pool(params: dict, x, mask):
+    """The pooler's output for the first token, or for that of each segment."""
+    if not isinstance(mask, Segments):
+        y = wide_product("be,ef->bf", element(x, 0), params["kernel"])
+        return jnp.tanh(biased(y, params["bias"])).astype(x.dtype)
+    if mask.limit is None:
+        return None
+    first, exists = mask.first_tokens(x)
+    y = wide_product("bse,ef->bsf", first, params["kernel"])
+    y = jnp.tanh(biased(y, params["bias"])).astype(x.dtype)
+    return jnp.where(exists[..., None], y, jnp.zeros_like(y))
 
 
 def encode(layers, x, config: Config, mask, key, ops: Ops):
-    """Applies all layers. Casts their kernels once, so that no backward casts them again."""
+    """Applies all layers. Casts their kernels once, so that no backward casts them again.
+
+    ``mask`` may be ``Segments`` in place of an array.
+    """
     layers = cast_kernels(layers, config.dtype)
-    mask = None if mask is None else whole(mask, 1)
+    if mask is not None and not isinstance(mask, Segments):
+        mask = whole(mask, 1)
 
     # A layer's result has two users. With fanout each gets its own, and no separate pass adds their
     # cotangents. Not in a scan, which would carry both, nor in a checkpoint, which would keep both.
@@ -183,7 +196,8 @@ def encode(layers, x, config: Config, mask, key, ops: Ops):
 
         stacked = layers if isinstance(layers, dict) else stack(layers)
         # Under jax.shard_map a layer's result varies over the same mesh axes as these.
-        given = [a for a in (*jax.tree.leaves(stacked), mask, keys) if a is not None]
+        shared = mask.ids if isinstance(mask, Segments) else mask
+        given = [a for a in (*jax.tree.leaves(stacked), shared, keys) if a is not None]
         return jax.lax.scan(step, varying_with(x, given), (stacked, keys))[0]
     layers = unstack(layers) if isinstance(layers, dict) else layers
     for index, params in enumerate(layers):
@@ -212,13 +226,16 @@ def _attention(params: dict, x, config: Config, mask, key, ops: Ops):
     There is one product, to which XLA adds the bias. Three products would be merged by XLA in the
     forward, but not in the backward, where it adds up three results.
     """
-    where = None if mask is None else mask[:, None, None, :]
+    if isinstance(mask, Segments):
+        where: dict[str, Any] = dict(segment_ids=mask.for_attention())
+    else:
+        where = dict(mask=None if mask is None else mask[:, None, None, :])
     own = config.attention == "softmax"
     drop = _drop_options(key, config.attention_dropout)
     qkv = dot(x, params["kernel"])
     if own and not is_sharded(x, 1):
         qkv = biased(qkv, params["bias"])
-        return ops.qkv_attention(qkv, num_heads=config.heads, mask=where, **drop)
+        return ops.qkv_attention(qkv, num_heads=config.heads, **where, **drop)
     head_size = config.hidden_size // config.heads
     if config.tensor_parallel or config.attention == "xla":  # XLA fuses the split
         qkv = biased(qkv, params["bias"])
@@ -231,7 +248,7 @@ def _attention(params: dict, x, config: Config, mask, key, ops: Ops):
         parts = [split_last(jnp.squeeze(part, 1), config.heads, head_size) for part in parts]
     q, k, v = parts
     attention = ops.attention if own else jax_attention(config.attention)
-    return attention(q, whole(k, 1), whole(v, 1), mask=where, **drop).reshape(x.shape)
+    return attention(q, whole(k, 1), whole(v, 1), **where, **drop).reshape(x.shape)
 
 
 def _add_norm(product: dict, norm: dict, y, x, key, *, config: Config, ops: Ops, fanout: bool):

@@ -24,6 +24,7 @@ from jax_fastops.models._products import (
     of_rank,
     take,
 )
+from jax_fastops.models._segments import Segments
 from jax_fastops.models._sharding import explicit_spec, split_last, whole
 
 _CHECK = Checks("decoder")
@@ -225,10 +226,12 @@ class _Attend(NamedTuple):
 
 
 def forward(params: dict, tokens, config: Config, positions, mask, cache, ops: Ops):
-    """``decoder.apply`` with the parameters of :func:`prepared`."""
+    """``decoder.apply`` with the parameters of :func:`prepared`. ``mask`` may be ``Segments``."""
     start = 0 if cache is None else cache.length
     count = tokens.shape[1]
-    if positions is None:
+    if positions is None and isinstance(mask, Segments):
+        positions = mask.positions()
+    elif positions is None:
         positions = start + jnp.arange(count, dtype=jnp.int32)
     angles = _angles(positions, config)
     turns = jnp.cos(angles), jnp.sin(angles)
@@ -267,6 +270,10 @@ def forward(params: dict, tokens, config: Config, positions, mask, cache, ops: O
 def _attend(mask, cache, tokens, start, config: Config) -> tuple[_Attend, Cache | None]:
     """What new tokens attend to, and the cache with their mask."""
     count = tokens.shape[1]
+    segments: dict[str, Any] = {}
+    if isinstance(mask, Segments):
+        segments = dict(segment_ids=mask.for_attention(), max_segments=mask.limit)
+        mask = None
     mask = None if mask is None else whole(mask, 1)
     if cache is not None:
         new = whole(jnp.ones_like(tokens, bool), 1) if mask is None else mask
@@ -274,7 +281,11 @@ def _attend(mask, cache, tokens, start, config: Config) -> tuple[_Attend, Cache 
     window = config.sliding_window
     attend = _Attend(
         mask=None if mask is None else mask[:, None, None, :],
-        rules=dict(is_causal=True, local_window_size=None if window is None else (window - 1, 0)),
+        rules=dict(
+            is_causal=True,
+            local_window_size=None if window is None else (window - 1, 0),
+            **segments,
+        ),
         start=start,
     )
     if attend.fresh or cache is None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jax_fastops as fo
 from jax_fastops.bias_act import ACTIVATIONS
-from jax_fastops.models._products import accumulator_dtype, biased, of_rank
+from jax_fastops.models._products import accumulator_dtype, biased, of_rank, same_segment
 from jax_fastops.models._sharding import explicit_spec
 
 
@@ -62,9 +62,17 @@ def softmax(
 
 
 def qkv_attention(
-    qkv, *, num_heads: int, mask=None, dropout_key=None, dropout_rate: float = 0.0, softmax=softmax
+    qkv,
+    *,
+    num_heads: int,
+    mask=None,
+    segment_ids=None,
+    dropout_key=None,
+    dropout_rate: float = 0.0,
+    softmax=softmax,
 ):
-    """Heads before the sequence, as models usually write it."""
+    """Heads before the sequence, as models usually write it. It takes a mask or segments."""
+    mask = mask if segment_ids is None else same_segment(segment_ids)
     if qkv.ndim == 3:
         q, k, v = split_qkv_heads(qkv, num_heads=num_heads)
     else:
@@ -87,11 +95,15 @@ def attention(
     mask=None,
     is_causal=False,
     local_window_size=None,
+    segment_ids=None,
+    max_segments=None,
     dropout_key=None,
     dropout_rate: float = 0.0,
     softmax=softmax,
 ):
-    """The mask is the same for all heads. A window needs ``is_causal``."""
+    """The mask is the same for all heads, or segments. A window needs ``is_causal``."""
+    del max_segments  # which only cuDNN uses
+    mask = mask if segment_ids is None else same_segment(segment_ids)
     kv_heads, size = key.shape[2:]
     grouped = query.reshape(*query.shape[:2], kv_heads, query.shape[2] // kv_heads, size)
     scores = jnp.einsum("bqngd,bknd->bngqk", grouped, key)

@@ -82,10 +82,22 @@ def take(table, index):
     return table.at[index].get(mode="fill", out_sharding=spec)
 
 
+def same_segment(ids):
+    """The mask ``[batch, 1, queries, keys]`` of ids, or of a pair of ids of queries and of keys."""
+    queries, keys = ids if isinstance(ids, tuple) else (ids, ids)
+    queries, keys = queries[:, None, :, None], keys[:, None, None, :]
+    return (queries == keys) & (queries > 0)
+
+
 def jax_attention(implementation: str) -> Callable[..., jax.Array]:
     """``jax.nn.dot_product_attention`` with an implementation."""
 
-    def attention(q, k, v, *, mask=None, **options: Any) -> jax.Array:
+    def attention(
+        q, k, v, *, mask=None, segment_ids=None, max_segments=None, **options: Any
+    ) -> jax.Array:
+        del max_segments
+        if segment_ids is not None:
+            mask = same_segment(segment_ids)
         if mask is not None:  # cuDNN needs it for every query
             mask = jnp.broadcast_to(mask, (*mask.shape[:2], q.shape[1], k.shape[1]))
         kind = cast(Literal["xla", "cudnn"], implementation)

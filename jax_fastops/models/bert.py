@@ -32,6 +32,7 @@ from jax_fastops.models import _parameters, _plain
 from jax_fastops.models._bert_layers import Config, Ops, apply_layer, embed, encode, pool
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._products import biased, dot, in_table, vocabulary_loss, wide_product
+from jax_fastops.models._segments import checked
 from jax_fastops.models._sharding import whole
 
 __all__ = [
@@ -264,6 +265,8 @@ def apply(
     mask: ArrayLike | None = None,
     token_types: ArrayLike | None = None,
     positions: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    max_segments: int | None = None,
     key: ArrayLike | None = None,
     ops: Ops = FASTOPS,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -282,7 +285,13 @@ def apply(
         others, the embedding is NaN. Padding may have any integers. Default: zeros.
       positions: integers ``[sequence]`` or ``[batch, sequence]`` from 0 to
         ``config.positions - 1``. Others are as in ``tokens``; padding may have them only in
-        ``[batch, sequence]``. Default: counted from 0.
+        ``[batch, sequence]``. Default: counted from 0, in each segment.
+      segment_ids: integers ``[batch, sequence]`` of packed rows, such as those of
+        :func:`jax_fastops.models.packing.pack`. A token attends only to tokens with its own id. 0
+        or a negative id is padding. The tokens of a segment follow each other. Default: each row is
+        one sequence. A row may have more than ``config.positions`` tokens, and a segment may not.
+      max_segments: the number of segments in a row that the pooler reads, static: those with the
+        ids from 1 to ``max_segments``.
       key: a JAX random key, for dropout at the rates of ``config``. ``None`` means no dropout, as
         at inference. With a key, ``attention_dropout`` must be 0 unless ``attention="softmax"``.
       ops: the implementation of the ops: ``FASTOPS``, ``PLAIN``, or another :class:`Ops`.
@@ -290,7 +299,9 @@ def apply(
     Returns:
       ``(hidden, pooled)``: the last layer's output ``[batch, sequence, hidden_size]``, and the
       pooler's output for the first token, ``[batch, hidden_size]``, which is ``None`` if ``params``
-      has no ``"pooler"``. Both have the dtype ``config.dtype``. In a sequence that is all padding,
+      has no ``"pooler"``. With ``segment_ids`` the latter is ``[batch, max_segments, hidden_size]``
+      for the first tokens of the segments, zero for a segment without tokens, and ``None`` without
+      ``max_segments``. Both have the dtype ``config.dtype``. In a sequence that is all padding,
       the attention is zero with ``attention="softmax"``, and uniform with ``"xla"``, as in Hugging
       Face's model.
 
@@ -304,8 +315,9 @@ def apply(
       >>> hidden.shape, pooled.shape
       ((1, 4, 128), (1, 128))
     """
+    segments = segment_ids, max_segments
     tokens, mask, token_types, positions = _check(
-        params, tokens, config, mask, token_types, positions, key, ops
+        params, tokens, config, mask, token_types, positions, segments, key, ops
     )
     embeddings_key, layers_key = (None, None) if key is None else jax.random.split(key)
     x = embed(params["embeddings"], tokens, config, token_types, positions)
@@ -316,7 +328,7 @@ def apply(
     x = encode(params["layers"], x, config, mask, layers_key, ops)
     if "pooler" not in params:
         return x, None
-    return x, pool(params["pooler"], x)
+    return x, pool(params["pooler"], x, mask)
 
 
 def encoder(
@@ -467,9 +479,10 @@ def _masked_lm_head(params: dict, hidden, config: Config, ops: Ops):
     return ops.layer_norm(x, head["norm"]["scale"], head["norm"]["bias"], eps=config.eps)
 
 
-def _check(params, tokens, config, mask, token_types, positions, key, ops) -> list:
+def _check(params, tokens, config, mask, token_types, positions, segments, key, ops) -> list:
     """Checks the arguments; returns the four arrays, with a boolean mask. ``None`` stays.
 
+    With segments, a pair of ids and their largest number, the mask is ``Segments``.
     Padding has indices that the tables have.
     """
     _check_model(params, config, ops)
@@ -480,21 +493,27 @@ def _check(params, tokens, config, mask, token_types, positions, key, ops) -> li
             "or more"
         )
     shape = tokens.shape
-    mask = _CHECK.mask(mask, "tokens", shape)
+    mask = inside = _CHECK.mask(mask, "tokens", shape)
+    given, limit = segments
+    segments = checked(_CHECK, given, limit, mask, shape)
+    if segments is not None:
+        mask, inside = segments, segments.inside
     if token_types is not None:
         token_types = _CHECK.integers("token_types", token_types)
         _CHECK.shape("token_types", token_types, "tokens", shape)
     positions = _CHECK.positions(positions, shape)
-    if positions is None and shape[1] > config.positions:
+    if positions is None and segments is not None:
+        positions = segments.positions()
+    elif positions is None and shape[1] > config.positions:
         raise ValueError(
             f"bert: tokens has shape {shape}, but config has {config.positions} positions"
         )
     _check_key(config, key)
     return [
-        in_table(tokens, config.vocab_size, mask),
+        in_table(tokens, config.vocab_size, inside),
         mask,
-        in_table(token_types, config.token_types, mask),
-        in_table(positions, config.positions, mask),
+        in_table(token_types, config.token_types, inside),
+        in_table(positions, config.positions, inside),
     ]
 
 

@@ -40,6 +40,7 @@ from jax_fastops.models._decoder_layers import (
     prepared,
 )
 from jax_fastops.models._products import in_table, vocabulary_loss, wide_product
+from jax_fastops.models._segments import Segments, checked
 from jax_fastops.models._sharding import following
 
 __all__ = [
@@ -183,6 +184,8 @@ def apply(
     *,
     positions: ArrayLike | None = None,
     mask: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    max_segments: int | None = None,
     cache: Cache | None = None,
     ops: Ops = FASTOPS,
 ) -> Any:
@@ -195,12 +198,19 @@ def apply(
         counts from the end of the vocabulary. Padding may have any integers.
       config: the :class:`Config` of the parameters.
       positions: integers ``[sequence]`` or ``[batch, sequence]``, for rotary embedding. Default:
-        counted from 0, or from the length of the cache. Only their differences matter, so padding
-        on the left needs no others. Which tokens are earlier is given by their order.
+        counted from 0, or from the length of the cache, or from 0 in each segment. Only their
+        differences matter, so padding on the left needs no others. Which tokens are earlier is
+        given by their order.
       mask: booleans or integers ``[batch, sequence]``: True or 1 for a token, False or 0 for
         padding, which is not attended to. Default: no padding.
-      cache: a :class:`Cache` with the keys and values of earlier tokens. If it has no room for the
-        new ones, the results are undefined.
+      segment_ids: integers ``[batch, sequence]`` of packed rows, such as those of
+        :func:`jax_fastops.models.packing.pack`. A token attends only to tokens with its own id. 0
+        or a negative id is padding. The tokens of a segment follow each other. Default: each row is
+        one sequence.
+      max_segments: a bound on the number of segments in a row, static, for
+        :func:`jax_fastops.attention`: it takes less time in long rows. Default: no bound.
+      cache: a :class:`Cache` with the keys and values of earlier tokens, for rows without segments.
+        If it has no room for the new ones, the results are undefined.
       ops: the implementation of the ops: ``FASTOPS``, ``PLAIN``, or another :class:`Ops`.
 
     Returns:
@@ -217,10 +227,12 @@ def apply(
       >>> decoder.apply(params, jnp.array([[1, 2, 3]]), decoder.SMALL).shape
       (1, 3, 64)
     """
-    ids, inside = _check(params, tokens, config, mask, ops)
+    ids, inside = _check(params, tokens, config, mask, ops, segment_ids, max_segments)
     at = None if positions is None else jnp.asarray(positions)
     at = _CHECK.positions(at, ids.shape)
     _CHECK.type("cache", cache, (Cache, type(None)), "a Cache")
+    if cache is not None and isinstance(inside, Segments):
+        raise ValueError("decoder: segment_ids and cache are given; a cache has no segments")
     if cache is not None and cache.mask.shape[0] != ids.shape[0]:
         raise ValueError(
             f"decoder: tokens has shape {ids.shape}, but the cache is for {cache.mask.shape[0]} "
@@ -278,15 +290,18 @@ def loss(
     labels: ArrayLike | None = None,
     positions: ArrayLike | None = None,
     mask: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    max_segments: int | None = None,
     ops: Ops = FASTOPS,
 ) -> jax.Array:
     """The mean cross entropy of the next token, without the logits of all tokens at once.
 
     Args:
-      params, tokens, config, positions, mask: as in :func:`apply`.
+      params, tokens, config, positions, mask, segment_ids, max_segments: as in :func:`apply`.
       labels: integers with the shape of ``tokens``: the token that comes after each one. A negative
         label does not count. With one of ``vocab_size`` or more, the loss is NaN. Default: the next
-        of ``tokens``, and -1 for the last one and where the next one is padding.
+        of ``tokens``, and -1 for the last one of the row or segment and where the next one is
+        padding.
       ops: as in :func:`apply`. The logits have the dtype of ``config``.
 
     Returns:
@@ -297,14 +312,26 @@ def loss(
       >>> decoder.loss(params, jnp.array([[1, 2, 3]]), decoder.SMALL).shape
       ()
     """
-    ids, inside = _check(params, tokens, config, mask, ops)
-    if labels is None:
+    ids, inside = _check(params, tokens, config, mask, ops, segment_ids, max_segments)
+    segmented = isinstance(inside, Segments)
+    if labels is None and segmented:
+        labels = inside.labels(ids.astype(jnp.int32))
+    elif labels is None:
         known = ids.astype(jnp.int32)
         known = known if inside is None else jnp.where(inside, known, -1)
         labels = following(known, -1)
     labels = _CHECK.integers("labels", jnp.asarray(labels))
     _CHECK.shape("labels", labels, "tokens", ids.shape)
-    hidden = apply(params, ids, config, positions=positions, mask=inside, ops=ops)
+    hidden = apply(
+        params,
+        ids,
+        config,
+        positions=positions,
+        mask=None if segmented else inside,
+        segment_ids=inside.ids if segmented else None,
+        max_segments=max_segments,
+        ops=ops,
+    )
     return vocabulary_loss(hidden, _head(params), labels, config, ops)
 
 
@@ -367,8 +394,10 @@ def generate(
     return _generation.continued(params, _head(params), ids, inside, config, plan, ops)
 
 
-def _check(params, tokens, config, mask, ops) -> tuple[Any, Any]:
-    """Checks the arguments; returns the tokens and the boolean mask."""
+def _check(
+    params, tokens, config, mask, ops, segment_ids=None, max_segments=None
+) -> tuple[Any, Any]:
+    """Checks the arguments; returns the tokens, and the boolean mask or ``Segments``."""
     _CHECK.type("config", config, Config, "a Config")
     _CHECK.type("ops", ops, Ops, "an Ops, such as FASTOPS or PLAIN")
     _CHECK.tree("params", params, shapes(config))
@@ -377,4 +406,7 @@ def _check(params, tokens, config, mask, ops) -> tuple[Any, Any]:
         raise ValueError(f"decoder: tokens has shape {tokens.shape}; it must be (batch, sequence)")
     mask = None if mask is None else jnp.asarray(mask)
     mask = _CHECK.mask(mask, "tokens", tokens.shape)
+    segments = checked(_CHECK, segment_ids, max_segments, mask, tokens.shape)
+    if segments is not None:
+        return in_table(tokens, config.vocab_size, segments.inside), segments
     return in_table(tokens, config.vocab_size, mask), mask
