@@ -244,7 +244,8 @@ def _total_and_gradients(x, table, bias, weights, labels, options: _Options, nee
 def _total_jvp(options, primals, tangents):
     moving = [None if isinstance(t, SymbolicZero) else t for t in tangents[:4]]
     needs_grad = [t is not None for t in moving]
-    total, grads = _total_and_gradients(*primals, options, needs_grad)
+    x, table, bias, weights, labels = primals
+    total, grads = _total_and_gradients(x, table, bias, weights, labels, options, needs_grad)
     terms = [
         (g.astype(total.dtype) * t.astype(total.dtype)).sum()
         for g, t in zip(grads, moving, strict=True)
@@ -348,9 +349,20 @@ def linear_cross_entropy(
 
 
 def weighted_cross_entropy(
-    x, table, labels, weights, bias=None, where=None, label_smoothing=0.0, z_loss=0.0,
-    softcap=None, reduction="mean", chunk=None, class_axis=0, precision=None,
-) -> jax.Array:  # fmt: skip
+    x: ArrayLike,
+    table: ArrayLike,
+    labels: ArrayLike,
+    weights: ArrayLike | None,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    chunk: int | None = None,
+    class_axis: int = 0,
+    precision: jax.lax.PrecisionLike = None,
+) -> jax.Array:
     """:func:`linear_cross_entropy`, where the sum is one of losses times ``weights``.
 
     These have the shape of ``labels`` and the dtype of the losses, or are ``None``. With weights,
