@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness.compat import strict
 from harness.programs import assert_strict
 from jax.experimental import jet
 
@@ -48,6 +49,8 @@ def test_strict_promotion_changes_nothing(op, by):
         return inner(*args), *jax.jvp(grads, args, args)
 
     assert_strict(everything, *args)
+    with strict():
+        jax.jit(everything).lower(*args)
 
 
 def programs(call, args):
