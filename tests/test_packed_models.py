@@ -14,51 +14,22 @@ from harness.programs import assert_strict
 from harness.sharding import KINDS, device_count
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_bert import CONFIG as BERT_CONFIG
+from test_bert import start as start_bert
+from test_decoder import CONFIG as DECODER
+from test_decoder import start as start_decoder
 
 from jax_fastops.models import bert, decoder, packing
 
 pytestmark = pytest.mark.usefixtures("exact_products", "looped_rounds")
 
-DECODER = decoder.Config(
-    vocab_size=40,
-    hidden_size=32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=6,
-    intermediate_size=48,
-    rope_theta=100.0,
-    dtype="float32",
-)
-BERT = bert.Config(
-    vocab_size=40,
-    hidden_size=32,
-    layers=2,
-    heads=4,
-    intermediate_size=48,
-    positions=8,  # of the longest sequence; rows are longer
-    dropout=0.0,
-    attention_dropout=0.0,
-    dtype="float32",
-)
+# Positions of the longest sequence. Rows are longer.
+BERT = dataclasses.replace(BERT_CONFIG, positions=8)
 LENGTH, SEGMENTS = 16, 4
 
 
-@functools.cache
 def start(config: decoder.Config | bert.Config) -> dict:
-    """Parameters, none of which are all zero or all one."""
-    rng = np.random.default_rng(0)
-    shapes = (
-        decoder.shapes(config)
-        if isinstance(config, decoder.Config)
-        else bert.shapes(config, mlm=True)
-    )
-
-    def made(path, leaf):
-        values = rng.standard_normal(leaf.shape).astype(np.float32)
-        return 1 + 0.3 * values if path[-1].key == "scale" else 0.2 * values
-
-    return jax.tree.map_with_path(made, shapes)
+    return start_decoder(config) if isinstance(config, decoder.Config) else start_bert(config)
 
 
 SEQUENCES = [

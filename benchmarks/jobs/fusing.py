@@ -68,10 +68,8 @@ def measure(options, model: str, contender: str = "") -> dict:
     found["left"] = sorted({f"{m.pattern}: {m.reason}" for m in report.missed})
     contenders |= {"patch": contenders["plain"], "autofuse": fo.autofuse(contenders["plain"])}
     losses = {}
-    traced = {
-        name: _trace(name, partial(_updated, loss), parameters) for name, loss in contenders.items()
-    }
-    found |= _traces(options, contenders, parameters)
+    traced, seconds = _traces(options, contenders, parameters)
+    found |= seconds
     compiled = together([one.lower().compile for one in traced.values()])
     steps = dict(zip(traced, compiled, strict=True))
     for name, step in steps.items():
@@ -92,18 +90,21 @@ def _trace(name: str, function, parameters):
         return jax.jit(lambda *args: function(*args), donate_argnums=0).trace(parameters)
 
 
-def _traces(options, contenders: dict, parameters) -> dict[str, float]:
-    """Median seconds of traces of the step and the loss of each contender."""
+def _traces(options, contenders: dict, parameters) -> tuple[dict, dict[str, float]]:
+    """Each contender's traced step; and median seconds of later traces of step and loss."""
+    steps: dict = {}
     seconds: dict[str, list[float]] = {}
     for turn in range(1 + options.traces):
         for name, loss in contenders.items():
             for key, function in (("trace_s", partial(_updated, loss)), ("forward_trace_s", loss)):
                 begin = time.perf_counter()
-                _trace(name, function, parameters)
+                traced = _trace(name, function, parameters)
+                taken = time.perf_counter() - begin
                 if turn:  # not the first trace
-                    taken = time.perf_counter() - begin
                     seconds.setdefault(f"{name}_{key}", []).append(taken)
-    return {key: statistics.median(times) for key, times in seconds.items()}
+                elif function is not loss:
+                    steps[name] = traced
+    return steps, {key: statistics.median(times) for key, times in seconds.items()}
 
 
 def _first(step, parameters) -> dict:

@@ -514,7 +514,7 @@ def _logits(view: View, column: int) -> tuple[View, list[tuple[View, bool]], Any
         return None
     if axis is None or set(view.map) != set(value.identity) or not value.is_floating:
         return None
-    around = {v.node.name for v in values_before(value, 120, ("dot_general",))}
+    around = {v.node.name for v in values_before(value, ("dot_general",))}
     for pattern in PATTERNS:
         if not pattern.name.startswith("softmax") or not pattern.needs <= around:
             continue

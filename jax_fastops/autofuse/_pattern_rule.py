@@ -48,7 +48,6 @@ def _kinds(value: Value) -> set[str]:
     return {_KINDS.get(value.node.name, value.node.name)}
 
 
-_DEPTH = 120  # the most values before a result that are looked at
 _IN_NO_PATTERN = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call"}
 
 
@@ -81,7 +80,7 @@ def _has_operations(formula: Formula, values: Sequence[Value]) -> bool:
 
 def _has_means(value: Value) -> bool:
     """Whether a sum before a value is multiplied with a number. In an L2 norm, none is."""
-    multiples = (v.multiple for v in values_before(value, _DEPTH) if v.is_floating)
+    multiples = (v.multiple for v in values_before(value) if v.is_floating)
     sums = (m[1].source(narrowing=True).value for m in multiples if m is not None)
     return any(v.node.name == "reduce_sum" for v in sums)
 
@@ -136,7 +135,7 @@ class PatternRule(Rule):
             return None
         if not (value.is_array and value.is_floating and value.is_plain) or 0 in value.shape:
             return None
-        before = values_before(source, _DEPTH, _IN_NO_PATTERN)
+        before = values_before(source, _IN_NO_PATTERN)
         key = value.shape, value.dtype, _compat.x64_is_on(), *_key(before)
         self._tried, whole, match = [], [], None
         for pattern, axis in self._candidates(value, source, before, key):
@@ -186,7 +185,7 @@ class PatternRule(Rule):
         if "labels" not in pattern.leaves:
             return value.sizes
         if value not in self._logits:
-            before = (v for v in values_before(value, 40) if v.sizes[:-1] == value.sizes)
+            before = (v for v in values_before(value, limit=40) if v.sizes[:-1] == value.sizes)
             found = (v.sizes for v in before if len(v.long) == len(value.long) + 1)
             self._logits[value] = next(found, None)
         return self._logits[value]
@@ -365,9 +364,8 @@ class PatternRule(Rule):
         for one, row in total.with_row() if pattern.biased else ():
             if not only:
                 self._note("bias + " + pattern.name, total, USED)
-            elif "root" not in _operations(
-                values_before(row, _DEPTH, _IN_NO_PATTERN)
-            ):  # of a norm, which comes later
+            # A root is of a norm, which comes later.
+            elif "root" not in _operations(values_before(row, _IN_NO_PATTERN)):
                 operands = {"x": (one, Read(root.shape)), "bias": (row, ROW)}
                 yield "bias + ", pattern.biased, operands, [], {}
         op = pattern.sum_of or pattern.residual

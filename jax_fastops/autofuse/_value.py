@@ -334,7 +334,7 @@ class Value:
         return True
 
 
-def values_before(value: Value, limit: int, ends: Container[str] = ()) -> dict[Value, int]:
+def values_before(value: Value, ends: Container[str] = (), limit: int = 120) -> dict[Value, int]:
     """A value and those that it is computed from, the nearest first, with their places.
 
     They are up to ``limit``, and none before operations of these names.

@@ -157,15 +157,16 @@ def embed(params: dict, tokens, config: Config, token_types, positions):
 
 def pool(params: dict, x, mask):
     """The pooler's output for the first token, or for that of each segment."""
+    equation, first, exists = "be,ef->bf", None, None
     if not isinstance(mask, Segments):
-        y = wide_product("be,ef->bf", element(x, 0), params["kernel"])
-        return jnp.tanh(biased(y, params["bias"])).astype(x.dtype)
-    if mask.limit is None:
+        first = element(x, 0)
+    elif mask.limit is None:
         return None
-    first, exists = mask.first_tokens(x)
-    y = wide_product("bse,ef->bsf", first, params["kernel"])
+    else:
+        equation, (first, exists) = "bse,ef->bsf", mask.first_tokens(x)
+    y = wide_product(equation, first, params["kernel"])
     y = jnp.tanh(biased(y, params["bias"])).astype(x.dtype)
-    return jnp.where(exists[..., None], y, jnp.zeros_like(y))
+    return y if exists is None else jnp.where(exists[..., None], y, jnp.zeros_like(y))
 
 
 def encode(layers, x, config: Config, mask, key, ops: Ops):
