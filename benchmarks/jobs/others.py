@@ -207,12 +207,13 @@ class Prepared:
             self._lower(fuses(self.program, False))
 
     def tune(self) -> None:
-        """Tunes, and begins to compile the result. Tuning measures, so nothing else may run."""
+        """Tunes, and compiles the result. Tuning measures, so nothing else may run."""
         with tempfile.TemporaryDirectory() as folder, _cache(folder):
             self._lower({"tune": fuses(self.program, True)["tune"]})
             self.row["tune_s"] = sum(self.row[f"tune_{phase}_first_trace_s"] for phase in PHASES)
             files = sorted(Path(folder).glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
             self.row["tune_regions"] = [json.loads(path.read_text()) for path in files]
+        self.wait()  # because XLA tries variants of kernels on the device
 
     def _lower(self, contenders: dict[str, Callable]) -> None:
         """Traces contenders in turns, and begins to compile their first traces."""
@@ -315,7 +316,7 @@ def _measured(names: Sequence[str], options: Any, pool: ThreadPoolExecutor) -> I
     """The rows of programs that are compiled at the same time, and timed one after the other."""
     stages = {"building": Prepared.build, "tracing": Prepared.compile, "compiling": Prepared.wait}
     if options.tune:
-        stages |= {"tuning": Prepared.tune, "compiling what is tuned": Prepared.wait}
+        stages |= {"tuning": Prepared.tune}
     stages |= {"timing": Prepared.time}
     prepared = [Prepared(name, options, pool) for name in names]
     for stage, work in stages.items():
