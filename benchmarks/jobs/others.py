@@ -14,8 +14,8 @@ arguments in new memory. A program whose compiled text has no kernel of this pac
 it, ``first_call_s`` of the first trace, the compilation next to others, and the first run, and
 ``tune_s`` of traces that tune.
 
-Some programs are compiled at the same time, then each is tuned, and then each is timed, while
-nothing else runs. A row is written as soon as its program was timed. A process of its own measures.
+While one program is compiled, the next ones are built and traced. Then each is tuned, and then
+each is timed, while nothing else runs. A row is written as soon as its program was timed. A process of its own measures.
 If a program fails or takes longer than ``--limit``, its row says so, and a new process goes on.
 ``--budget`` stops in time, and ``--add`` goes on with what is missing in the file, and then with
 the rows that have errors.
@@ -60,7 +60,7 @@ def options(add) -> None:
     add("--tune", action="store_true", help="measure autofuse(tune=True) too")
     add("--budget", type=float, default=3600, metavar="S", help="stop after S seconds")
     add("--limit", type=float, default=180, metavar="S", help="seconds that a program may take")
-    add("--together", type=int, default=8, metavar="N", help="programs that are compiled together")
+    add("--together", type=int, default=8, metavar="N", help="programs of one round")
     add("--sample", type=float, default=0.05, metavar="S", help="seconds of one sample")
     add("--samples", type=int, default=5, metavar="N", help="samples of a measurement")
     add("--traces", type=int, default=1, metavar="N", help="traces after the first one")
@@ -308,7 +308,8 @@ def measure(options: Any) -> Iterator[dict]:
     softmax = jax.jit(fo.autofuse(jax.nn.softmax))  # the first trace builds the patterns
     yield {"first_trace_s": _timed(lambda: softmax.lower(jnp.ones((2, 2))))[0]}
     for first in range(0, len(options.only), options.together):
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # One worker: of two compilations at once, XLA's autotuner measures each one badly, and waits.
+        with ThreadPoolExecutor(1) as pool:
             yield from _measured(options.only[first : first + options.together], options, pool)
 
 
