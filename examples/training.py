@@ -53,6 +53,7 @@ import loop
 import masked_text
 
 WEIGHT_DECAY, LARGEST_NORM = 0.01, 1.0  # of matrices; of all gradients together
+EVALUATED = 4  # batches
 # The options that the losses depend on. A run that resumes from a checkpoint must have the same.
 # Dtype and ops change losses only by rounding.
 FIXED = ("config", "batch", "length", "rate", "warm_up", "seed")
@@ -167,6 +168,7 @@ def parse(example: Example, argv: Sequence[str] | None) -> argparse.Namespace:
     options.made_with = {name: getattr(options, name) for name in (*FIXED, *example.fixed)}
     text = b"\0".join(t.tobytes() for t in options.texts)
     options.made_with["text"] = hashlib.sha256(text).hexdigest()
+    options.texts, options.held_out = split(options.texts, options.length)
 
     connect(options)  # before the first question about devices
     on_cpu = jax.default_backend() == "cpu"
@@ -177,6 +179,13 @@ def parse(example: Example, argv: Sequence[str] | None) -> argparse.Namespace:
     if options.batch % count:
         options.error(f"--batch is {options.batch}; it must be a multiple of {count}, the devices")
     return options
+
+
+def split(texts: Sequence[np.ndarray], length: int) -> tuple[list, list]:
+    """The texts without the ends of long ones, and these ends: a twentieth of each."""
+    counts = [len(text) // 20 if len(text) // 20 >= length else 0 for text in texts]
+    pairs = list(zip(texts, counts, strict=True))
+    return [t[: len(t) - n] for t, n in pairs], [t[len(t) - n :] for t, n in pairs if n]
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -265,6 +274,10 @@ class Training:
 
         self.init = jax.jit(init, out_shardings=self.everywhere)
         self._update = jax.jit(update, donate_argnums=0, out_shardings=self.everywhere)
+        self._loss = jax.jit(
+            lambda params, batch: example.loss(params, batch, None, config, ops),
+            out_shardings=self.everywhere,
+        )
 
     @functools.cached_property
     def abstract(self) -> dict:
@@ -280,14 +293,15 @@ class Training:
         return self._update.lower(self.abstract, self.batch(0)).compile()
 
     def batch(self, step: int) -> Any:
-        """The batch of a step, counted from 0. Its rows depend only on the step and the seed.
+        """The batch of a step, counted from 0. Its rows depend only on the step and the seed."""
+        return self._batch(self.options.texts, step)
 
-        Each process makes the rows of its own devices.
-        """
+    def _batch(self, texts: Sequence[np.ndarray], step: int) -> Any:
+        """Each process makes the rows of its own devices."""
         options = self.options
         rows = [
             self.example.batch(
-                options.texts, 1, options.length, np.random.default_rng((options.seed, step, row))
+                texts, 1, options.length, np.random.default_rng((options.seed, step, row))
             )
             for row in self.rows
         ]
@@ -300,4 +314,9 @@ class Training:
         return jax.tree.map(joined, *rows)
 
     def evaluate(self, state: dict) -> dict[str, float]:
-        return {}
+        """The loss of texts that the training does not see, without dropout."""
+        if not self.options.held_out:
+            return {}
+        batches = (self._batch(self.options.held_out, step) for step in range(EVALUATED))
+        losses = [float(self._loss(state["params"], batch)) for batch in batches]
+        return {"loss of held-out text": sum(losses) / len(losses)}
