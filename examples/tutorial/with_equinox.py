@@ -62,11 +62,12 @@ def train(loss, steps=3):
     values = []
     for _ in range(steps):
         model, state, value = step(model, state, tokens)
-        values.append(float(value))
+        values.append(round(float(value), 4))
     return values
 
 
 tokens = jax.random.randint(jax.random.key(1), (8, 65), 0, TOKENS)
 print(train(loss))
 print(train(fo.autofuse(loss)))  # the one line
-print(fo.autofuse.report(loss)(Model(jax.random.key(0)), tokens))
+for found in fo.autofuse.report(loss)(Model(jax.random.key(0)), tokens).replaced:
+    print(found.pattern, found.shape)

@@ -39,7 +39,7 @@ def train(loss, steps=3):
     values = []
     for _ in range(steps):
         params, state, value = step(params, state, tokens)
-        values.append(float(value))
+        values.append(round(float(value), 4))
     return values
 
 
@@ -47,4 +47,5 @@ tokens = jax.random.randint(jax.random.key(1), (8, 65), 0, TOKENS)
 start = Model().init(jax.random.key(0), tokens)
 print(train(loss))
 print(train(fo.autofuse(loss)))  # the one line
-print(fo.autofuse.report(loss)(start, tokens))
+for found in fo.autofuse.report(loss)(start, tokens).replaced:
+    print(found.pattern, found.shape)

@@ -43,10 +43,11 @@ def train(loss, steps=3):
         optimizer.update(model, gradients)
         return value
 
-    return [float(step(model, optimizer, tokens)) for _ in range(steps)]
+    return [round(float(step(model, optimizer, tokens)), 4) for _ in range(steps)]
 
 
 tokens = jax.random.randint(jax.random.key(1), (8, 65), 0, TOKENS)
 print(train(loss))
 print(train(fo.autofuse(loss)))  # the one line
-print(fo.autofuse.report(loss)(Model(nnx.Rngs(0)), tokens))
+for found in fo.autofuse.report(loss)(Model(nnx.Rngs(0)), tokens).replaced:
+    print(found.pattern, found.shape)

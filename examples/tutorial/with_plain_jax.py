@@ -55,11 +55,12 @@ def train(loss, steps=3):
     values = []
     for _ in range(steps):
         p, value = step(p, tokens)
-        values.append(float(value))
+        values.append(round(float(value), 4))
     return values
 
 
 tokens = jax.random.randint(jax.random.key(1), (8, 65), 0, TOKENS)
 print(train(loss))
 print(train(fo.autofuse(loss)))  # the one line
-print(fo.autofuse.report(loss)(init(jax.random.key(0)), tokens))
+for found in fo.autofuse.report(loss)(init(jax.random.key(0)), tokens).replaced:
+    print(found.pattern, found.shape)
