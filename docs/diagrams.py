@@ -104,7 +104,7 @@ def chunks(picture: Picture) -> int:
         230,
         256,
         48,
-        ["added up over the chunks: the loss,", "the gradients of x and of the table"],
+        ["added up: the loss, the gradient of", "the table; joined: the gradient of x"],
     )
     return 286
 
@@ -123,7 +123,7 @@ def mesh(picture: Picture) -> int:
     picture.text(52, 88, "data = 0", size=11, anchor="end")
     picture.text(52, 170, "data = 1", size=11, anchor="end")
     picture.text(180, 222, "Forward and the gradient of x: nothing is exchanged.")
-    picture.text(180, 240, "Gradients of scale and bias: one all-reduce over the mesh.")
+    picture.text(180, 240, "Gradients of scale and bias: an all-reduce for each.")
     return 250
 
 
