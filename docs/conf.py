@@ -5,6 +5,7 @@ failing cell fails the build.
 """
 
 import os
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -79,3 +80,16 @@ if ".example" not in repository:
         "use_edit_page_button": True,
         "use_issues_button": True,
     }
+
+
+def with_short_types(app, what, name, obj, options, signature, result):
+    """In a union, Sphinx writes an alias of a type as the object that stands for it."""
+
+    def short(text):
+        return text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text)
+
+    return short(signature), short(result)
+
+
+def setup(app):
+    app.connect("autodoc-process-signature", with_short_types)
