@@ -207,7 +207,7 @@ $(VENV)/.config: FORCE | $(BIN)/python
 	  echo '$(JAX) $(JAX_VERSION) $(or $(WHEEL),$(BUILD))' > $@
 
 $(VENV)/.requirements: pyproject.toml $(VENV)/.config
-	$(call requirements,test demo bench) > $@.txt
+	$(call requirements,test demo bench train) > $@.txt
 	$(PIP) install -r $@.txt '$(JAX)$(if $(JAX_VERSION),==$(JAX_VERSION))'
 	@touch $@
 

@@ -3,21 +3,23 @@
 import json
 import re
 from collections.abc import Iterable
-from statistics import geometric_mean
+from statistics import geometric_mean, mean
+from typing import NamedTuple
 
 from benchmarks import RESULTS, ROOT, installed
 
 H100 = "nvidia-h100-80gb-hbm3"
 H200 = "nvidia-h200"
 CPU = "amd-epyc-2-cores"
-# Models of the benchmark of `autofuse` -> what a chart calls them.
-AUTOFUSED = {
-    "post-norm, Flax": "transformer of Flax",
-    "pre-norm, Equinox": "transformer of Equinox",
-    "pre-norm, Haiku": "transformer of Haiku",
-    "decoder, jax.numpy": "decoder in jax.numpy",
-    "ResNet-50, Flax": "ResNet-50 of Flax",
+# Programs that others wrote -> what the front page calls them.
+OTHERS = {
+    "transformers BERT": "BERT of transformers",
+    "nnx GPT": "GPT of Flax NNX layers",
+    "flax lm1b": "decoder of Flax's lm1b",
+    "haiku transformer": "transformer of Haiku",
 }
+# Models of the benchmark of `autofuse`, likewise.
+FUSED = {"pre-norm, Equinox": "transformer of Equinox", "ResNet-50, Flax": "ResNet-50 of Flax"}
 
 
 def families(slug: str) -> dict[str, str]:
@@ -118,33 +120,71 @@ def fused() -> dict[str, dict]:
     return {row["model"]: row for row in load(f"fusing-{H100}")["rows"]}
 
 
-def gains() -> dict[str, tuple[float, float]]:
-    """Training steps on one H100: label -> plain JAX's time and temporary memory over ours."""
-    found = {
-        title: (speedup(rows, "ms"), speedup(rows, "temp_bytes")) for title, rows in steps().items()
-    }
-    resnet = load(f"resnet-{H100}")["steps"]
-    found["ResNet-50"] = speedup(resnet), speedup(resnet, "temp_mib")
-    for model, title in AUTOFUSED.items():
-        found[f"autofuse: {title}"] = fused_gain(fused()[model])
+class Pair(NamedTuple):
+    """Milliseconds and temporary GB of a training step in plain JAX, and with `autofuse`."""
+
+    device: str
+    plain_ms: float
+    ms: float
+    plain_gb: float
+    gb: float
+
+    def gains(self) -> tuple[float, float]:
+        """Plain JAX's time and temporary memory over ours."""
+        return self.plain_ms / self.ms, self.plain_gb / self.gb
+
+
+def one_line() -> dict[str, Pair]:
+    """Training steps of models that were not written for this package, by their titles."""
+    found = {}
+    for row in load(f"others-{H200}")["rows"]:
+        if title := OTHERS.get(row["program"]):
+            ms = (mean(row[f"{way}_step_ms"]) for way in ("plain", "autofuse"))
+            gb = (row[f"{way}_step_temp_bytes"] / 1e9 for way in ("plain", "autofuse"))
+            found[title] = Pair("H200", *ms, *gb)
+    last = {row["contender"]: row for row in load(f"llama-by-hand-{H200}")["rows"]}
+    plain, ours = last["plain"], last["autofuse"]
+    found["Llama-type decoder by hand"] = Pair(
+        "H200", plain["ms"], ours["ms"], plain["temp_gb"], ours["temp_gb"]
+    )
+    for model, title in FUSED.items():
+        row = fused()[model]
+        gb = (row[f"{way}_temp_bytes"] / 1e9 for way in ("plain", "autofuse"))
+        found[title] = Pair("H100", row["plain_ms"], row["autofuse_ms"], *gb)
     return found
 
 
-def fused_gain(row: dict) -> tuple[float, float]:
-    """The time and the temporary memory of a plain model over those with ``autofuse``."""
-    time, memory = (row[f"plain_{unit}"] / row[f"autofuse_{unit}"] for unit in ("ms", "temp_bytes"))
-    return time, memory
+def gains() -> dict[str, tuple[float, float]]:
+    """Training steps: label -> plain JAX's time and temporary memory over ours."""
+    found = {f"{title}: autofuse": pair.gains() for title, pair in one_line().items()}
+    for title, rows in steps().items():
+        found[f"{title}: on the ops"] = speedup(rows, "ms"), speedup(rows, "temp_bytes")
+    return found
+
+
+def of_others() -> dict[str, str]:
+    """How many programs that others wrote were measured, and the mean gain of their steps."""
+    rows = [row for row in load(f"others-{H200}")["rows"] if "autofuse_step_ms" in row]
+    kernels = [row for row in rows if not row["autofuse_step_equal"]]
+    pairs = [zip(r["plain_step_ms"], r["autofuse_step_ms"], strict=True) for r in kernels]
+    gain = geometric_mean(plain / ours for pair in pairs for plain, ours in pair)
+    return {
+        "others": str(len(rows)),
+        "others_kernels": str(len(kernels)),
+        "others_gain": f"{gain:.2f}",
+    }
 
 
 def numbers() -> dict[str, str]:
     """Key -> text, for the README's markers and the documentation's substitutions."""
     means = {family: geometric_mean(family_speedups(family)) for family in families(H100)}
     found = {f"{family}_speedup": f"{mean:.2f}" for family, mean in means.items()}
-    found["resnet"] = f"{gains()['ResNet-50'][0]:.2f}"
+    found["resnet"] = f"{speedup(load(f'resnet-{H100}')['steps']):.2f}"
     for who, row in steps()["decoder"].items():
         found[f"decoder_{who}_gb"] = f"{row['temp_bytes'] / 1e9:.1f}"
-    speed, memory = fused_gain(fused()["decoder, jax.numpy"])
-    found |= {"autofuse_speedup": f"{speed:.2f}", "autofuse_memory": f"{1 / memory:.2f}"}
+    found |= of_others()
+    by_hand = one_line()["Llama-type decoder by hand"]
+    found |= {"llama_plain_gb": f"{by_hand.plain_gb:.1f}", "llama_gb": f"{by_hand.gb:.1f}"}
     differences = load(f"resnet-{H100}")["differences"]
     for name, key in (
         ("ours - plain", "loss"),

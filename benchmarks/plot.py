@@ -1,5 +1,6 @@
-"""Charts as SVG: one question each, at most 16 bars, drawn for a light and for a dark page."""
+"""Charts as SVG: one question each, at most 18 bars, drawn for a light and for a dark page."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-MOST_BARS = 16
-WIDTH = 7.2  # inches: 691 px, the width of a page of text
+MOST_BARS = 18
+WIDTH = 4.7  # inches: 451 px. On a screen of 400 px the text is still 10 px high
+LINE = 0.19  # inches: the height of a bar, or of a label
 
 
 @dataclass(frozen=True)
@@ -56,20 +58,22 @@ def _draw(theme: Theme, path, title, groups, series, line, axis, limit, unit="")
         "svg.fonttype": "none",  # text stays text: small files that can be searched and checked
         "svg.hashsalt": path.name,  # the same file from the same numbers
     }
-    bars = sum(len(group.values) for group in groups)
+    # A group is a line with its label, a line for each bar, and a gap.
+    rows = len(series) + 1.4
+    question, _, facts = title.partition("\n")
+    heading = f"{textwrap.fill(question, 60)}\n{textwrap.fill(facts, 60)}"
     with plt.rc_context(settings):
-        height = 0.2 * bars + 0.14 * len(groups) + (1.45 if len(series) > 1 else 1.2)
+        height = LINE * (rows * len(groups) + heading.count("\n")) + 1.1
         figure, axes = plt.subplots(figsize=(WIDTH, height), layout="constrained")
         colors = (theme.kernel, theme.reference)
         end = min(limit, max(value for group in groups for value in group.values))
-        thickness = 0.84 / len(series)
+        for number, group in enumerate(groups):
+            axes.text(0, rows * number, group.label, va="center", fontsize=9.5)
         for index, name in enumerate(series):
-            places = [
-                row + (index - (len(series) - 1) / 2) * thickness for row in range(len(groups))
-            ]
+            places = [rows * number + 1 + index for number in range(len(groups))]
             values = [group.values[index] for group in groups]
             lengths = [min(value, end) for value in values]
-            axes.barh(places, lengths, thickness * 0.92, color=colors[index], label=name)
+            axes.barh(places, lengths, 0.88, color=colors[index], label=name)
             for place, value in zip(places, values, strict=True):
                 text = f"{value:.2f}{unit}" if value < 10 else f"{value:.0f}{unit}"
                 after = 1 if 0.7 < value < 1 else min(value, end)  # clear of the line at 1
@@ -81,17 +85,18 @@ def _draw(theme: Theme, path, title, groups, series, line, axis, limit, unit="")
                     va="center",
                     fontsize=9,
                 )
-        axes.axvline(1, color=theme.line, lw=1.3, label=line, zorder=3)
-        axes.set_yticks(range(len(groups)), [group.label for group in groups])
-        axes.set_ylim(len(groups) - 0.45, -0.55)
-        axes.set_xlim(0, end * 1.16)
+        tops = [rows * number + 0.5 for number in range(len(groups))]  # not across the labels
+        ends = [top + len(series) for top in tops]
+        axes.vlines([1] * len(groups), tops, ends, color=theme.line, lw=1.3, label=line, zorder=3)
+        axes.set_yticks([])
+        axes.set_ylim(rows * len(groups) - 0.6, -0.7)
+        axes.set_xlim(0, end * 1.2)
         axes.set_xlabel(axis)
-        axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
-        figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+        figure.suptitle(heading, fontsize=10, x=0.01, ha="left")
         figure.legend(
             loc="outside lower center",
-            ncols=len(series) + 1,
+            ncols=2 if len("".join((*series, line))) > 40 else len(series) + 1,
             frameon=False,
             fontsize=9,
             reverse=len(series) == 1,

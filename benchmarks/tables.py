@@ -3,7 +3,7 @@
 import statistics
 from statistics import geometric_mean
 
-from benchmarks.numbers import fastest, speedup
+from benchmarks.numbers import Pair, fastest, speedup
 from benchmarks.profile import runs_kernels
 
 MOVES = {"forward": "forward", "backward": "backward", "step": "forward + backward"}
@@ -165,6 +165,15 @@ def fused_table(models: dict[str, dict]) -> str:
         memory = ["-" if n is None else f"{n / 1e9:.1f}" for n in memory]
         rows.append([model, *cells, " / ".join(memory)])
     return markdown(["model", *ways, "temporary memory, GB"], rows)
+
+
+def one_line_table(pairs: dict[str, Pair]) -> str:
+    """A row per model that was not written for this package: its step without and with the line."""
+    rows = [
+        [title, f"{p.plain_ms:.1f}", f"{p.ms:.1f}", f"{p.plain_gb:.1f}", f"{p.gb:.1f}", p.device]
+        for title, p in pairs.items()
+    ]
+    return markdown(["training step", "ms", "`autofuse`", "GB", "`autofuse`", "GPU"], rows)
 
 
 def others_table(results: dict) -> str:

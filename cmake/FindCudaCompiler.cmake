@@ -73,7 +73,7 @@ if(CMAKE_CUDA_COMPILER)
 elseif(NOT FASTOPS_CUDA_MODE STREQUAL "AUTO")
   message(FATAL_ERROR
     "JAX_FASTOPS_CUDA is ON, and no working CUDA compiler was found (tried: '${fastops_nvcc}'). "
-    "Set CUDACXX to an nvcc, or install one with: pip install 'jax_fastops[cuda-build]'")
+    "Set CUDACXX to an nvcc, or install one, in the checkout, with: pip install '.[cuda-build]'")
 elseif("$ENV{CUDACXX}" STREQUAL "")
   message(STATUS "CUDA module: no CUDA compiler found; building only the CPU module")
 else()

@@ -61,17 +61,22 @@ def sources() -> list[Path]:
 
 
 def readme() -> Iterator[str]:
-    """The README is one page, its links lead somewhere, and its Python runs."""
+    """The README is one page, its links lead somewhere, and its Python prints what it says."""
     text = README.read_text()
     if len(text.splitlines()) > 150 or len(text.encode()) > 10_000:
         yield "README.md: more than 150 lines or 10 KB"
     for target in re.findall(r"\]\(([^)#]+)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text):
         if "://" not in target and not (ROOT / target).exists():
             yield f"README.md: no file {target}"
-    code = "\n".join(body for _, _, kind, body in FENCE.findall(text) if kind == "python")
+    code, output = (
+        "\n".join(body for _, _, kind, body in FENCE.findall(text) if kind == wanted)
+        for wanted in ("python", "text")
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
         yield f"README.md: its Python fails: {done.stderr.strip().splitlines()[-1]}"
+    elif done.stdout != output:
+        yield f"README.md: its Python prints\n{done.stdout}"
 
 
 def links() -> Iterator[str]:
@@ -146,7 +151,7 @@ def code_blocks(page: Path) -> Iterator[str]:
     """Python is executed, and what a shell command names exists."""
     where = page.relative_to(ROOT)
     for _, _, kind, body in FENCE.findall(page.read_text()):
-        if kind not in KINDS and (kind, page) != ("python", README):
+        if kind not in KINDS and (page != README or kind not in ("python", "text")):
             yield f"{where}: a block of kind {kind!r}, not {', '.join(KINDS)}; Python is in cells"
         if kind == "bash":
             for line in body.replace("\\\n", " ").splitlines():

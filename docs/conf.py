@@ -5,17 +5,23 @@ failing cell fails the build.
 """
 
 import os
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))  # for the benchmarks; the installed jax_fastops comes first
+# For the benchmarks, and for the pictures; the installed jax_fastops comes first.
+sys.path += [str(ROOT), str(ROOT / "docs")]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # cells show the same results on every machine
+
+import diagrams  # noqa: E402
 
 import jax_fastops  # noqa: E402
 from benchmarks import numbers, pages  # noqa: E402
 
 pages.write(ROOT / "docs" / "_generated")
+diagrams.write(ROOT / "docs" / "_generated")
 
 project = "jax_fastops"
 author = "The jax_fastops authors"
@@ -45,6 +51,7 @@ myst_substitutions = numbers.numbers()
 myst_heading_anchors = 3
 
 autodoc_typehints = "signature"
+autodoc_type_aliases = {"ArrayLike": "ArrayLike"}
 autodoc_member_order = "bysource"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
@@ -56,9 +63,33 @@ copybutton_prompt_is_regexp = True
 
 html_theme = "sphinx_book_theme"
 html_title = "jax_fastops"
-html_static_path = []
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_theme_options = {
     "show_navbar_depth": 1,
     "home_page_in_toc": True,
     "navbar_persistent": [],  # the sidebar has the search
 }
+# Buttons to the sources, to edit a page and to report a problem, once the address is a real one.
+repository = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+if ".example" not in repository:
+    html_theme_options |= {
+        "repository_url": repository,
+        "path_to_docs": "docs",
+        "use_repository_button": True,
+        "use_edit_page_button": True,
+        "use_issues_button": True,
+    }
+
+
+def with_short_types(app, what, name, obj, options, signature, result):
+    """In a union, Sphinx writes an alias of a type as the object that stands for it."""
+
+    def short(text):
+        return text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text)
+
+    return short(signature), short(result)
+
+
+def setup(app):
+    app.connect("autodoc-process-signature", with_short_types)

@@ -15,6 +15,7 @@ import sys
 import jax
 from jax_fastops.models import bert
 
+import loop
 import masked_text
 import training
 
@@ -22,7 +23,7 @@ CONFIGS = {"small": bert.SMALL, "base": bert.BASE, "large": bert.LARGE}
 
 
 def add_options(add) -> None:
-    add("--dropout", type=training.share, default=0.1, metavar="P", help="(default: 0.1)")
+    add("--dropout", type=loop.share, default=0.1, metavar="P", help="(default: 0.1)")
 
 
 def config(size: bert.Config, options: argparse.Namespace) -> bert.Config:

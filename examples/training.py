@@ -1,4 +1,4 @@
-"""What ``bert_train.py`` and ``decoder_train.py`` share: options, data, checkpoints and the loop.
+"""What ``bert_train.py`` and ``decoder_train.py`` share: options, data, devices and processes.
 
 The text is that of ``--text``, by default the texts in scikit-learn.
 
@@ -22,13 +22,9 @@ and plot.
 If a process fails or is killed, the others end, too: at the latest after 100 seconds, when jax
 misses its heartbeat. Start all of them again. They may be more or fewer than before.
 
-**Checkpoints.** With ``--checkpoint DIR``, parameters and the optimizer's state are written every
-``--every`` steps, while the training continues. A checkpoint appears when it is complete. The same
-command resumes from the last checkpoint; ``--steps`` may then be higher. Each row of a batch is a
-function of ``--seed``, the step number and the row's, and dropout is one of ``--seed`` and the step
-number, so there is no other state to keep. Losses are in ``DIR/losses.csv``, one line per step.
-Lines that a killed run wrote after its last checkpoint are cut off. Several processes need a folder
-that all of them can write.
+**Resuming.** ``loop.py`` describes the checkpoints. Each row of a batch is a function of
+``--seed``, the step number and the row's, and dropout is one of ``--seed`` and the step number, so
+there is no other state to keep. Several processes need a folder that all of them can write.
 
 A resumed run has the same losses as one that was never killed, to the last bit, if options,
 versions, and number and kind of devices and processes are the same, and on GPUs with
@@ -36,36 +32,28 @@ versions, and number and kind of devices and processes are the same, and on GPUs
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import math
-import os
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+import loop
 import masked_text
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 WEIGHT_DECAY, LARGEST_NORM = 0.01, 1.0  # of matrices; of all gradients together
+EVALUATED = 4  # batches
 # The options that the losses depend on. A run that resumes from a checkpoint must have the same.
 # Dtype and ops change losses only by rounding.
 FIXED = ("config", "batch", "length", "rate", "warm_up", "seed")
@@ -118,14 +106,9 @@ def main(example: Example, argv: Sequence[str] | None = None) -> int:
         f"{len(texts)} texts of {sum(map(len, texts)):,} bytes",
         highlight=False,
     )
-    training = Training(example, options, mesh)
-    if options.checkpoint is None:
-        losses = run(training, None, console)
-    else:
-        with Checkpoints(options) as checkpoints:
-            losses = run(training, checkpoints, console)
+    _, losses = loop.train(Training(example, options, mesh), console)
     if jax.process_index() == 0:
-        plot(losses, example.loss_name, options.plot)
+        loop.plot(losses, example.loss_name, options.plot)
     console.print(
         f"The loss of step {len(losses)} is {losses[-1]:.4f}. The curve is in {options.plot}.",
         highlight=False,
@@ -145,84 +128,64 @@ def parse(example: Example, argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
+    loop.add_options(add, steps=300)
     add("--text", type=Path, metavar="PATH", help="a file, or a folder of .md, .rst, .txt files")
-    add("--steps", type=positive, default=300, metavar="N", help="in all (default: 300)")
-    add("--batch", type=positive, default=32, metavar="N", help="on all devices (default: 32)")
-    add("--length", type=positive, default=128, metavar="N", help="of a sequence (default: 128)")
+    add("--batch", type=loop.positive, default=32, metavar="N", help="on all devices (default: 32)")
+    add(
+        "--length",
+        type=loop.positive,
+        default=128,
+        metavar="N",
+        help="of a sequence (default: 128)",
+    )
     add("--config", choices=example.configs, default="small", help="the size (default: small)")
     # Without float16: its gradients need a scaled loss, which the examples do not have.
     dtypes = ("bfloat16", "float32")
     add("--dtype", choices=dtypes, help="(default: float32 on a CPU, bfloat16 elsewhere)")
     add("--attention", choices=("softmax", "xla", "cudnn"), default="softmax", metavar="HOW")
     add("--ops", choices=example.ops, default="fastops", help="the kernels, or plain JAX")
-    add("--rate", type=above_zero, metavar="R", help="of learning (default: by size)")
-    add("--warm-up", type=positive, default=50, metavar="N", help="steps to it (default: 50)")
-    add("--checkpoint", type=Path, metavar="DIR", help="(default: none are written)")
-    add("--every", type=positive, default=50, metavar="N", help="steps a checkpoint (default: 50)")
-    add("--seed", type=int, default=0, metavar="N", help="(default: 0)")
-    add("--plot", type=Path, metavar="FILE", help="(default: DIR/loss.png, or loss.png)")
+    add("--rate", type=loop.above_zero, metavar="R", help="of learning (default: by size)")
+    add("--warm-up", type=loop.positive, default=50, metavar="N", help="steps to it (default: 50)")
     add("--coordinator", metavar="HOST:PORT", help="the address of process 0, or auto")
-    add("--processes", type=positive, metavar="N", help="in all")
+    add("--processes", type=loop.positive, metavar="N", help="in all")
     add("--process", type=int, metavar="I", help="the number of this one, from 0")
     example.add_options(add)
     options = parser.parse_args(argv)
-    options.error = parser.error
+    loop.check_options(options, parser)
 
-    if options.seed < 0:
-        parser.error(f"--seed is {options.seed}; it must be 0 or more")
     # Rotary embeddings have no largest position.
     longest = getattr(example.configs[options.config], "positions", math.inf)
     if options.length > longest:
-        parser.error(
+        options.error(
             f"--length is {options.length}; with --config {options.config} it may be "
             f"{longest} at most"
         )
     try:
         options.texts = masked_text.documents(options.text)
     except (OSError, ValueError) as error:
-        parser.error(f"--text: {error}")
-    for name in ("checkpoint", "plot"):
-        path = getattr(options, name)
-        if path is not None:
-            setattr(options, name, path.resolve())  # which Orbax wants
-    if options.checkpoint and options.checkpoint.exists() and not options.checkpoint.is_dir():
-        parser.error(f"--checkpoint: {options.checkpoint} is not a folder")
-    options.plot = options.plot or (options.checkpoint or Path.cwd()) / "loss.png"
+        options.error(f"--text: {error}")
     options.rate = options.rate or example.rates[options.config]
     options.made_with = {name: getattr(options, name) for name in (*FIXED, *example.fixed)}
     text = b"\0".join(t.tobytes() for t in options.texts)
     options.made_with["text"] = hashlib.sha256(text).hexdigest()
+    options.texts, options.held_out = split(options.texts, options.length)
 
     connect(options)  # before the first question about devices
     on_cpu = jax.default_backend() == "cpu"
     options.dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
     if options.attention == "cudnn" and (on_cpu or options.dtype == "float32"):
-        parser.error("--attention cudnn needs a GPU and --dtype bfloat16")
+        options.error("--attention cudnn needs a GPU and --dtype bfloat16")
     count = jax.device_count()
     if options.batch % count:
-        parser.error(f"--batch is {options.batch}; it must be a multiple of {count}, the devices")
+        options.error(f"--batch is {options.batch}; it must be a multiple of {count}, the devices")
     return options
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
-    return value
-
-
-def share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not from 0 to below 1")
-    return value
-
-
-def above_zero(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0")
-    return value
+def split(texts: Sequence[np.ndarray], length: int) -> tuple[list, list]:
+    """The texts without the ends of long ones, and these ends: a twentieth of each."""
+    counts = [len(text) // 20 if len(text) // 20 >= length else 0 for text in texts]
+    pairs = list(zip(texts, counts, strict=True))
+    return [t[: len(t) - n] for t, n in pairs], [t[len(t) - n :] for t, n in pairs if n]
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -256,29 +219,6 @@ def check_equal(options: argparse.Namespace) -> None:
             options.error("the processes have different options or texts")
 
 
-@contextlib.contextmanager
-def ended_by_errors():
-    """An error ends one of several processes at once.
-
-    Otherwise it would wait for the others, for the next checkpoint and for a common exit, and the
-    others would wait for it.
-    """
-    try:
-        yield
-    except Exception:
-        if jax.process_count() == 1:
-            raise
-        traceback.print_exc()
-        print(
-            f"Process {jax.process_index()} of {jax.process_count()} ends: it failed, or lost "
-            "another one. Start all processes again, to go on from the last checkpoint.",
-            file=sys.stderr,
-        )
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-
-
 # ---- the step ------------------------------------------------------------------------------------
 
 
@@ -309,6 +249,7 @@ class Training:
 
     def __init__(self, example: Example, options: argparse.Namespace, mesh: Mesh):
         self.example, self.options = example, options
+        self.unit, self.units = "tokens", options.batch * options.length
         self.everywhere = NamedSharding(mesh, P())
         self.split = NamedSharding(mesh, P("data"))
         rows = range(options.batch)
@@ -333,6 +274,10 @@ class Training:
 
         self.init = jax.jit(init, out_shardings=self.everywhere)
         self._update = jax.jit(update, donate_argnums=0, out_shardings=self.everywhere)
+        self._loss = jax.jit(
+            lambda params, batch: example.loss(params, batch, None, config, ops),
+            out_shardings=self.everywhere,
+        )
 
     @functools.cached_property
     def abstract(self) -> dict:
@@ -348,14 +293,15 @@ class Training:
         return self._update.lower(self.abstract, self.batch(0)).compile()
 
     def batch(self, step: int) -> Any:
-        """The batch of a step, counted from 0. Its rows depend only on the step and the seed.
+        """The batch of a step, counted from 0. Its rows depend only on the step and the seed."""
+        return self._batch(self.options.texts, step)
 
-        Each process makes the rows of its own devices.
-        """
+    def _batch(self, texts: Sequence[np.ndarray], step: int) -> Any:
+        """Each process makes the rows of its own devices."""
         options = self.options
         rows = [
             self.example.batch(
-                options.texts, 1, options.length, np.random.default_rng((options.seed, step, row))
+                texts, 1, options.length, np.random.default_rng((options.seed, step, row))
             )
             for row in self.rows
         ]
@@ -367,150 +313,10 @@ class Training:
 
         return jax.tree.map(joined, *rows)
 
-
-# ---- checkpoints ---------------------------------------------------------------------------------
-
-
-class Checkpoints:
-    """A folder of checkpoints, and of the losses of all steps so far.
-
-    They are written while the training continues, each process its part. Leaving the context waits
-    for the last one. Process 0 writes the losses.
-    """
-
-    def __init__(self, options: argparse.Namespace):
-        self.options = options
-        self.manager = ocp.CheckpointManager(
-            options.checkpoint,
-            options=ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True),
-        )
-        self.log_path = options.checkpoint / "losses.csv"
-        self.log = None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception) -> None:
-        if self.log is not None:
-            self.log.close()
-        self.manager.close()  # waits for the last checkpoint
-
-    def restore(self, abstract: dict) -> tuple[dict | None, list[float]]:
-        """The last state and its losses. For a new folder, None and an empty list."""
-        step = self.manager.latest_step() or 0
-        multihost_utils.assert_equal(
-            np.int32(step), f"{self.options.checkpoint} is not one folder for all processes"
-        )
-        state = None
-        if step:
-            read = functools.partial(self.manager.restore, step)
-            try:
-                found = read(args=ocp.args.Composite(made_with=ocp.args.JsonRestore()))
-                self.check(found.made_with)
-                found = read(args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract)))
-                state = found.state
-            except (KeyError, OSError, ValueError) as error:
-                # A kill cannot cause this. The user decides whether to delete the checkpoint.
-                self.options.error(
-                    f"--checkpoint: {self.options.checkpoint / str(step)} is damaged ({error}); "
-                    "without that folder, training goes on from the checkpoint before"
-                )
-        return state, self.read_log(step)
-
-    def check(self, made_with: dict) -> None:
-        for name, value in self.options.made_with.items():
-            given = made_with.get(name)
-            if value == given:
-                continue
-            where = f"the checkpoints in {self.options.checkpoint}"
-            if name == "text":
-                self.options.error(f"--text: {where} are of another text")
-            option = "--" + name.replace("_", "-")
-            self.options.error(f"{option} is {value}; {where} were made with {given}")
-
-    def read_log(self, steps: int) -> list[float]:
-        """The losses of these steps. Process 0 truncates the log after them."""
-        text = self.log_path.read_text() if self.log_path.exists() else ""
-        lines = text.splitlines(keepends=True)[:steps]
-        losses = []
-        for step in range(1, steps + 1):
-            number, _, loss = (lines[step - 1] if step <= len(lines) else "").partition(",")
-            if number != str(step) or not loss.endswith("\n"):
-                self.options.error(f"--checkpoint: {self.log_path} has no line for step {step}")
-            losses.append(float(loss))
-        if jax.process_index() == 0:
-            self.log = self.log_path.open("a")
-            self.log.truncate(sum(map(len, lines)))
-        return losses
-
-    def add(self, step: int, loss: float) -> None:
-        if self.log is not None:
-            self.log.write(f"{step},{loss!r}\n")  # repr keeps all digits
-            self.log.flush()
-
-    def save(self, step: int, state: dict) -> None:
-        if self.log is not None:
-            os.fsync(self.log.fileno())  # the losses are on the disk before the checkpoint
-        self.manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
-                made_with=ocp.args.JsonSave(self.options.made_with),
-            ),
-        )
-
-
-# ---- the loop ------------------------------------------------------------------------------------
-
-
-@ended_by_errors()
-def run(training: Training, checkpoints: Checkpoints | None, console: Console) -> list[float]:
-    """Trains from the last checkpoint, or from the start, to the last step. Returns all losses."""
-    options = training.options
-    state, losses = None, []
-    if checkpoints is not None:
-        state, losses = checkpoints.restore(training.abstract)
-        if losses:
-            console.print(f"Going on from step {len(losses)}.", highlight=False)
-    columns = (
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}"),
-        TimeElapsedColumn(),
-    )
-    first, last = len(losses), options.steps
-    state = training.init() if state is None else state
-    unread: list[jax.Array] = []
-    with console.status("compiling"):
-        update = training.update
-    with Progress(*columns, console=console, refresh_per_second=4) as progress:
-        bar = progress.add_task("", total=last, completed=first, loss=(losses or [np.nan])[-1])
-        for step in range(first + 1, last + 1):
-            state, value = update(state, training.batch(step - 1))
-            unread.append(value)
-            saves = checkpoints is not None and (step % options.every == 0 or step == last)
-            # Losses are read one step late, so that the devices do not wait for the host.
-            while len(unread) > (0 if saves or step == last else 1):
-                losses.append(float(unread.pop(0)))
-                if not math.isfinite(losses[-1]):
-                    raise SystemExit(f"The loss of step {len(losses)} is {losses[-1]}.")
-                if checkpoints is not None:
-                    checkpoints.add(len(losses), losses[-1])
-                progress.update(bar, completed=len(losses), loss=losses[-1])
-            if saves:
-                checkpoints.save(step, state)
-    return losses
-
-
-def plot(losses: list[float], name: str, path: Path) -> None:
-    """Plots the loss of every step, including those before a kill."""
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(np.arange(1, len(losses) + 1), losses, color="#2a7f62", lw=1.2)
-    axes.set_xlabel("step")
-    axes.set_ylabel(f"{name}, in nats")
-    axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    def evaluate(self, state: dict) -> dict[str, float]:
+        """The loss of texts that the training does not see, without dropout."""
+        if not self.options.held_out:
+            return {}
+        batches = (self._batch(self.options.held_out, step) for step in range(EVALUATED))
+        losses = [float(self._loss(state["params"], batch)) for batch in batches]
+        return {"loss of held-out text": sum(losses) / len(losses)}

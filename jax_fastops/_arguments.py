@@ -116,9 +116,10 @@ def not_weak(x: jax.Array) -> jax.Array:
 def real_number(op: str, name: str, value: object, advice: str = "") -> float:
     """The value as a float, static in the program. Raises ``TypeError`` if it is not a number."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        known = ", known when the function is traced" if isinstance(value, jax.core.Tracer) else ""
         raise TypeError(
             f"{op}: {name} is of type {type(value).__name__}; it must be a Python or NumPy number"
-            f"{advice}"
+            f"{known}{advice}"
         )
     try:
         return float(value)

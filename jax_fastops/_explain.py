@@ -114,6 +114,8 @@ class Explanation:
         return sum(call.kept * call.calls for call in self.calls)
 
     def _summary(self) -> str:
+        if not self.calls:
+            return "no calls of ops; autofuse and patch put ops into a program"
         total = sum(call.calls for call in self.calls)
         kernels = sum(call.calls for call in self.calls if call.kernel)
         kept = f"{size(self.kept)} kept for the backward"
@@ -168,6 +170,9 @@ def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
       >>> found.calls[0].kernel, found.calls[0].reason, found.kept
       (True, "the implementation is 'native'", 8192)
     """
+
+    if not callable(fn):
+        raise TypeError(f"explain: fn is of type {type(fn).__name__}; it must be a function")
 
     @functools.wraps(fn)
     def explained(*args: Any, **kwargs: Any) -> Explanation:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +24,7 @@ def info() -> dict[str, Any]:
       A dictionary with these keys:
 
       - ``"version"``, ``"jax"``, ``"jaxlib"``: versions.
+      - ``"commit"``: the Git commit of the sources, or ``None`` if it is not known.
       - ``"implementation"``: the value of :func:`set_implementation` in force.
       - ``"modules"``: for each platform, how its native module was built (compiler, FFI version,
         kernel ABI, instruction sets or compute capabilities), or ``None`` if it was not built.
@@ -33,6 +36,7 @@ def info() -> dict[str, Any]:
     """
     return {
         "version": __version__,
+        "commit": _commit(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "implementation": _implementation.current(),
@@ -42,6 +46,21 @@ def info() -> dict[str, Any]:
             for name, op in sorted(ops().items())
         },
     }
+
+
+def _commit() -> str | None:
+    """The commit that the build has recorded, or that a checkout is at."""
+    package = Path(__file__).parent
+    recorded = package / "_commit.txt"
+    if recorded.exists():
+        return recorded.read_text().strip() or None
+    if not (package.parent / ".git").exists():
+        return None
+    command = ["git", "-C", str(package.parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
@@ -68,6 +87,7 @@ def describe() -> str:
     found = info()
     lines = [
         f"jax_fastops {found['version']} (jax {found['jax']}, jaxlib {found['jaxlib']})",
+        f"commit: {found['commit'] or 'unknown'}",
         f"implementation: {found['implementation']}",
         "",
         "native modules",

@@ -26,7 +26,7 @@ _MODULES = {"_cpu": ("cpu", "cpu"), "_cuda": ("CUDA", "cuda")}
 _HERE = pathlib.Path(__file__).parent
 _REBUILD = (
     "Reinstall the package for this environment: 'pip install --force-reinstall --no-deps .' in a "
-    "checkout, or 'pip install --force-reinstall --no-deps --no-binary jax_fastops jax_fastops'."
+    "checkout, or the same command with the file of a wheel in place of the dot."
 )
 
 

@@ -23,7 +23,7 @@ the mean, whatever ``use_fast_variance`` says, in float32 (float64 for float64),
 ops cast what Flax casts before it computes: with ``dtype=jnp.bfloat16``, the parameters, and the
 running statistics at inference.
 
-Needs Flax: ``pip install 'jax_fastops[nnx]'``.
+Needs Flax: ``pip install 'flax>=0.12'``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ try:
 except ImportError as _error:
     raise ImportError(
         "jax_fastops.nnx needs Flax, which cannot be imported "
-        f"({_error}); install it with: pip install 'jax_fastops[nnx]'"
+        f"({_error}); install it with: pip install 'flax>=0.12'"
     ) from _error
 
 __all__ = ["BatchNorm", "Dropout", "LayerNorm", "RMSNorm", "dot_product_attention"]

@@ -670,7 +670,7 @@ def test_truncated_file(tmp_path):
 def test_no_safetensors(monkeypatch):
     for name in ("safetensors", "safetensors.numpy"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r"pip install 'jax_fastops\[bert\]'"):
+    with pytest.raises(ImportError, match=r"pip install safetensors"):
         bert_checkpoint.load(DATA / "model")
 
 

@@ -644,7 +644,7 @@ def test_without_flax_the_error_says_what_to_install(monkeypatch):
     for name in [m for m in sys.modules if m == "flax" or m.startswith("flax.")]:
         monkeypatch.setitem(sys.modules, name, None)
     spec = importlib.util.spec_from_file_location("nnx_without_flax", ours.__file__)
-    with pytest.raises(ImportError, match=r"pip install 'jax_fastops\[nnx\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'flax>=0.12'"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 

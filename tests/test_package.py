@@ -269,6 +269,7 @@ def test_info():
     info = fo.info()
     assert info["version"] == fo.__version__
     assert info["jax"] == jax.__version__
+    assert info["commit"] is None or re.fullmatch("[0-9a-f]{40}", info["commit"])
     cpu = info["modules"]["cpu"]
     assert cpu["isa"] in cpu["isa_built"]
     for op in ("relu", "add_relu", "transpose", "split_heads", "split_qkv_heads"):

@@ -1,9 +1,10 @@
 """The README's numbers and chart, from benchmarks/results.
 
 A number in the README is followed by a marker that names it: ``2.30<!-- norm_speedup -->``; the
-names are the keys of `benchmarks.numbers.numbers`. The command writes the numbers and draws the
-chart; ``--check``, which CI runs, fails where either differs, or where a measured number has no
-marker.
+names are the keys of `benchmarks.numbers.numbers`. The table between two comments ``one-line`` is
+that of `benchmarks.tables.one_line_table`. The command writes the numbers and the table, and draws
+the chart; ``--check``, which CI runs, fails where one of them differs, or where a measured number
+has no marker.
 """
 
 import re
@@ -12,11 +13,13 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import ROOT
-from benchmarks.numbers import numbers
+from benchmarks.numbers import numbers, one_line
 from benchmarks.pages import steps
+from benchmarks.tables import one_line_table
 
 README = ROOT / "README.md"
 CHART = ROOT / "docs" / "images" / "speedup"
+TABLE = re.compile(r"(<!-- one-line -->\n\n).*?(\n<!-- /one-line -->)", re.DOTALL)
 MARKED = re.compile(r"([\d./]+)<!-- (\w+) -->")
 # What a measurement looks like in a sentence, if no marker follows it.
 _UNIT = r"(?:%|\u00d7|-fold\b|(?:x|ms|µs|us|s|[KMGT]i?B|TB/s|GB/s|times|percent)\b)"
@@ -42,7 +45,8 @@ def run(options) -> None:
 def filled(text: str) -> str:
     """The README with every marked number as the results have it."""
     known = numbers()
-    return MARKED.sub(lambda m: f"{known[m[2]]}<!-- {m[2]} -->", text)
+    text = MARKED.sub(lambda m: f"{known[m[2]]}<!-- {m[2]} -->", text)
+    return TABLE.sub(f"\\1{one_line_table(one_line())}\\2", text)
 
 
 def problems(text: str) -> list[str]:
@@ -54,7 +58,9 @@ def problems(text: str) -> list[str]:
             wrong.append(f"README.md: {name} is no key of benchmarks.numbers")
         elif known[name] != number:
             wrong.append(f"README.md: {name} is {number}, the results have {known[name]}")
-    prose = re.sub(r"```.*?```", "", MARKED.sub("", text), flags=re.DOTALL)
+    if not wrong and filled(text) != text:
+        wrong.append("README.md: the table of what one line gains differs from the results")
+    prose = re.sub(r"```.*?```", "", TABLE.sub("", MARKED.sub("", text)), flags=re.DOTALL)
     wrong += [f"README.md: {m[0]!r} has no marker" for m in UNMARKED.finditer(prose)]
     with tempfile.TemporaryDirectory() as folder:
         for drawn in steps(Path(folder) / CHART.name):

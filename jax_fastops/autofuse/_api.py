@@ -94,6 +94,8 @@ class autofuse(Generic[_P, _T]):
         dropout: bool | str = False,
         check: bool = False,
     ):
+        if not callable(fn):
+            raise TypeError(f"autofuse: fn is of type {type(fn).__name__}; it must be a function")
         if check and dropout:
             raise ValueError(
                 "autofuse: dropout=True changes masks, so check=True finds differences"

@@ -191,6 +191,6 @@ def import_safetensors(model: str):
     except ImportError as error:
         raise ImportError(
             f"jax_fastops.models.{model}_checkpoint needs safetensors, which cannot be imported "
-            f"({error}); install it with: pip install 'jax_fastops[bert]'"
+            f"({error}); install it with: pip install safetensors"
         ) from error
     return safetensors

@@ -1,0 +1,208 @@
+"""Fine-tunes a BERT to classify texts, and saves it for transformers.
+
+    pip install '.[train]'
+    python examples/finetune_bert.py FOLDER --train train.tsv --test test.tsv --out tuned
+
+FOLDER has a BERT of Hugging Face: ``config.json``, ``model.safetensors`` and ``tokenizer.json``.
+``huggingface_hub.snapshot_download("bert-base-uncased")`` downloads one. A file of texts has a line
+for each: the label, a tab, and the text. The labels of the training texts are the classes.
+
+The accuracy on the test texts is printed at each checkpoint and at the end. OUT is a folder that
+``AutoModelForSequenceClassification`` and ``AutoTokenizer`` of transformers load. ``loop.py``
+describes progress, checkpoints and what Ctrl-C does.
+"""
+
+import argparse
+import functools
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jax_fastops as fo
+import numpy as np
+import optax
+from jax_fastops.models import bert, bert_checkpoint
+from rich.console import Console
+from tokenizers import Tokenizer
+
+import loop
+
+FIXED = ("batch", "length", "rate", "steps", "seed")  # what the losses depend on
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    console = Console()
+    job = FineTuning(options)
+    console.print(
+        f"{len(job.train)} texts of {len(options.classes)} classes, {len(job.test)} for the test; "
+        f"{job.config.layers} layers, {job.config.dtype}, {jax.devices()[0].device_kind}",
+        highlight=False,
+    )
+    state, losses = loop.train(job, console)
+    loop.plot(losses, "loss", options.plot)
+    if options.out is not None:
+        bert_checkpoint.save(
+            options.out,
+            job.config,
+            state["params"],
+            label_names=options.classes,
+            like=options.folder,
+        )
+        console.print(f"The model is in {options.out}.", highlight=False, soft_wrap=True)
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("folder", type=Path, metavar="FOLDER", help="a BERT of Hugging Face")
+    add("--train", type=Path, required=True, metavar="FILE", help="a label, a tab, a text per line")
+    add("--test", type=Path, metavar="FILE", help="likewise (default: each tenth of --train)")
+    add("--out", type=Path, metavar="OUT", help="the folder to save to (default: nothing is saved)")
+    loop.add_options(add, steps=1000, every=200)
+    add("--batch", type=loop.positive, default=32, metavar="N", help="(default: 32)")
+    add("--length", type=loop.positive, default=128, metavar="N", help="tokens (default: 128)")
+    add("--rate", type=loop.above_zero, default=3e-5, metavar="R", help="(default: 3e-5)")
+    add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on a CPU)")
+    options = parser.parse_args(argv)
+    loop.check_options(options, parser)
+    options.dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    try:
+        options.train = texts(options.train)
+        if options.test is None:
+            options.test = options.train[::10]
+            del options.train[::10]
+        else:
+            options.test = texts(options.test)
+        if not options.train:
+            raise ValueError("--train: there are too few texts to keep some for the test")
+    except (OSError, ValueError) as error:
+        options.error(str(error))
+    options.classes = sorted({label for label, _ in options.train})
+    if unknown := {label for label, _ in options.test} - set(options.classes):
+        options.error(f"--test: {', '.join(sorted(unknown))}: no label of --train")
+    for name in ("config.json", "tokenizer.json"):
+        if not (options.folder / name).exists():
+            options.error(f"{options.folder} has no {name}; it must be a folder with a BERT")
+    options.made_with = {name: getattr(options, name) for name in FIXED}
+    digest = hashlib.sha256(repr(options.train).encode()).hexdigest()
+    options.made_with |= {"text": digest, "folder": str(options.folder.resolve())}
+    return options
+
+
+def texts(path: Path) -> list[tuple[str, str]]:
+    """The labels and the texts of a file."""
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        label, tab, text = line.partition("\t")
+        if not tab:
+            raise ValueError(f"{path}:{number} has no tab between a label and a text")
+        found.append((label, text))
+    if not found:
+        raise ValueError(f"{path} has no lines")
+    return found
+
+
+class FineTuning:
+    """The job of the loop. The state is ``{"params", "optimizer", "step"}``."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        try:
+            self.tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
+            self.config, self.params = bert_checkpoint.load(options.folder, dtype=options.dtype)
+        except Exception as error:  # tokenizers has no class of errors
+            options.error(str(error).partition("\n")[0])
+        length = min(options.length, self.config.positions)
+        self.tokenizer.enable_truncation(length)
+        self.tokenizer.enable_padding(length=length)
+        self.train, self.test = (self.encoded(rows) for rows in (options.train, options.test))
+        self.unit, self.units = "texts", options.batch
+        fresh = bert.init(jax.random.key(options.seed), self.config, labels=len(options.classes))
+        for head in ("mlm", "nsp", "qa"):  # of pretraining
+            self.params.pop(head, None)
+        self.params.setdefault("pooler", fresh["pooler"])
+        self.params["classifier"] = fresh["classifier"]
+        rate = optax.warmup_cosine_decay_schedule(
+            0, options.rate, max(1, options.steps // 10), options.steps
+        )
+        self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
+
+    def encoded(self, rows: list[tuple[str, str]]) -> list[tuple[np.ndarray, ...]]:
+        classes = {label: number for number, label in enumerate(self.options.classes)}
+        found = self.tokenizer.encode_batch([text for _, text in rows])
+        return [
+            (np.array(e.ids, np.int32), np.array(e.attention_mask, bool), np.int32(classes[label]))
+            for e, (label, _) in zip(found, rows, strict=True)
+        ]
+
+    def logits(self, params, tokens, mask, key=None) -> jax.Array:
+        keys = (None, None) if key is None else jax.random.split(key)
+        _, pooled = bert.apply(params, tokens, self.config, mask=mask, key=keys[0])
+        if key is not None:
+            pooled = fo.dropout(pooled, keys[1], self.config.dropout)
+        return pooled @ params["classifier"]["kernel"] + params["classifier"]["bias"]
+
+    def init(self) -> dict:
+        params = jax.tree.map(jnp.array, self.params)  # a copy, which the first step may overwrite
+        return {"params": params, "optimizer": self.optimizer.init(params), "step": jnp.int32(0)}
+
+    @functools.cached_property
+    def abstract(self) -> dict:
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device),
+            jax.eval_shape(self.init),
+        )
+
+    @functools.cached_property
+    def update(self):
+        def loss(params, tokens, mask, labels, key):
+            return fo.cross_entropy(self.logits(params, tokens, mask, key), labels).mean()
+
+        def update(state, batch):
+            key = jax.random.fold_in(jax.random.key(self.options.seed), state["step"])
+            value, gradients = jax.value_and_grad(loss)(state["params"], *batch, key)
+            changes, inner = self.optimizer.update(gradients, state["optimizer"], state["params"])
+            params = optax.apply_updates(state["params"], changes)
+            return {"params": params, "optimizer": inner, "step": state["step"] + 1}, value
+
+        abstract = self.abstract, self.batch(0)
+        return jax.jit(update, donate_argnums=0).lower(*abstract).compile()
+
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        """Rows in a random order, which is another one in each pass over the texts."""
+        size, count = self.options.batch, len(self.train)
+        rows = []
+        for place in range(step * size, (step + 1) * size):
+            rows.append(self.train[order(self.options.seed, place // count, count)[place % count]])
+        return tuple(map(np.stack, zip(*rows, strict=True)))
+
+    @functools.cached_property
+    def _logits(self):
+        return jax.jit(self.logits)
+
+    def evaluate(self, state: dict) -> dict[str, float]:
+        right, size = 0, self.options.batch
+        for start in range(0, len(self.test), size):
+            rows = self.test[start : start + size]
+            filled = rows + rows[:1] * (size - len(rows))  # so that there is one program
+            tokens, mask, labels = map(np.stack, zip(*filled, strict=True))
+            found = np.asarray(self._logits(state["params"], tokens, mask)).argmax(-1)
+            right += int((found == labels)[: len(rows)].sum())
+        return {"accuracy": right / len(self.test)}
+
+
+@functools.lru_cache(maxsize=2)
+def order(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""The examples that read folders: BERT is fine-tuned, a decoder continues texts, a ResNet trains on
+images. And what the loop does when it is stopped, or cannot write."""
+
+import dataclasses
+import errno
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jax_fastops.models import bert, bert_checkpoint, decoder, decoder_checkpoint
+
+for needed in ("grain", "matplotlib", "optax", "orbax.checkpoint", "PIL", "rich", "tokenizers"):
+    pytest.importorskip(needed)
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+WORDS = "the film was a very good bad long short one and i did not like it".split()
+SMALLER = dict(vocab_size=64, hidden_size=32, intermediate_size=64, layers=1)
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """Imports an example, and unloads the examples at the end."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if EXAMPLES in Path(getattr(sys.modules[name], "__file__", None) or "/").parents:
+            del sys.modules[name]
+
+
+def write_tokenizer(folder):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = ["[PAD]", "[UNK]", *WORDS]
+    tokenizer = Tokenizer(models.WordLevel({n: i for i, n in enumerate(names)}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture
+def bert_folder(tmp_path):
+    folder = tmp_path / "bert"
+    config = dataclasses.replace(bert.SMALL, **SMALLER, heads=2, dtype="float32")
+    bert_checkpoint.save(folder, config, bert.init(jax.random.key(0), config, mlm=True))
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Texts that say whether something is good."""
+    rng, lines = np.random.default_rng(0), []
+    for label, word in ("yes", "good"), ("no", "bad"):
+        for _ in range(60):
+            words = [w for w in rng.choice(WORDS, 5) if w not in ("good", "bad")]
+            lines.append(f"{label}\t{' '.join([*words, word])}")
+    path = tmp_path / "texts.tsv"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_fine_tuning(example, bert_folder, texts, tmp_path, capsys):
+    """It learns, resumes with the same losses, and saves what transformers needs."""
+    main = example("finetune_bert").main
+    given = [str(bert_folder), f"--train={texts}", "--rate=1e-2", "--batch=16", "--length=8"]
+    given += ["--every=20", "--steps=40"]
+    checkpoint, out = tmp_path / "run", tmp_path / "out"
+    assert main([*given, f"--checkpoint={checkpoint}", f"--out={out}"]) == 0
+    output = capsys.readouterr().out
+    assert "step 40: accuracy 1.0000" in output and "texts/s" in output
+    assert "step 40/40, loss 0." in output and "00:00:00 left" in output
+
+    _, params = bert_checkpoint.load(out, dtype="float32")
+    assert params["classifier"]["bias"].shape == (2,) and "mlm" not in params
+    assert '"no"' in (out / "config.json").read_text() and (out / "tokenizer.json").exists()
+
+    # A step back: the last 20 steps have the same losses again.
+    losses = (checkpoint / "losses.csv").read_text()
+    (checkpoint / "40").rename(tmp_path / "40")
+    assert main([*given, f"--checkpoint={checkpoint}"]) == 0
+    assert "Going on from step 20." in capsys.readouterr().out
+    assert (checkpoint / "losses.csv").read_text() == losses
+
+    # Damage that the files' format does not notice.
+    loop = example("loop")
+    state = {"a": np.arange(8, dtype=np.float32)}
+    moved = {"a": state["a"][[1, 0, 2, 3, 4, 5, 6, 7]]}
+    assert int(loop.checksum(state)) != int(loop.checksum(moved))
+    file = next((checkpoint / "40" / "made_with").glob("*"))
+    text = file.read_text()
+    number = text[text.index('"checksum": ') + 12 :].partition("}")[0].partition(",")[0]
+    file.write_text(text.replace(number, "7"))
+    with pytest.raises(SystemExit) as stopped:
+        main([*given, f"--checkpoint={checkpoint}"])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.count("\n") == 1
+    assert f"{checkpoint / '40'} is damaged (its checksum differs)" in error
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [("no tab", "texts.tsv:1 has no tab between"), ("", "texts.tsv has no lines")],
+)
+def test_texts_that_cannot_be_read(example, bert_folder, texts, capsys, line, message):
+    texts.write_text(line)
+    with pytest.raises(SystemExit) as stopped:
+        example("finetune_bert").main([str(bert_folder), f"--train={texts}"])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_generation(example, tmp_path, capsys):
+    """Prompts of several lengths, each as by itself."""
+    config = dataclasses.replace(decoder.SMALL, **SMALLER, dtype="float32")
+    folder = tmp_path / "llama"
+    decoder_checkpoint.save(folder, config, decoder.init(jax.random.key(0), config))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [62, 63]}')
+    write_tokenizer(folder)
+    main = example("generate").main
+    prompts = ["the film was good", "one"]
+    assert main([str(folder), *prompts, "--length=6"]) == 0
+    together = capsys.readouterr()
+    assert "tokens/s" in together.err
+    first, second = together.out.splitlines()
+    assert first.startswith(prompts[0]) and second.startswith(prompts[1])
+    assert main([str(folder), prompts[1], "--length=6"]) == 0
+    assert capsys.readouterr().out.splitlines() == [second]
+    assert main([str(folder), prompts[1], "--length=6", "--temperature=1", "--top-k=5"]) == 0
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "text"])
+    assert capsys.readouterr().err.count("\n") == 2  # the rate of the last run, and the error
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Folders of images that are dark or bright."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for part, count in ("train", 40), ("test", 10):
+        for label, low in ("bright", 150), ("dark", 0):
+            folder = tmp_path / part / label
+            folder.mkdir(parents=True)
+            for k in range(count):
+                pixels = rng.integers(low, low + 100, (12, 16, 3), np.uint8)
+                Image.fromarray(pixels).save(folder / f"{k}.png")
+    return [f"--train={tmp_path / 'train'}", f"--test={tmp_path / 'test'}"]
+
+
+def test_images(example, images, tmp_path, capsys, monkeypatch):
+    """It learns, and resumes with the same losses."""
+    module = example("train_images")
+    monkeypatch.setitem(
+        module.CONFIGS, "small", dataclasses.replace(module.CONFIGS["small"], stages=(1,), width=8)
+    )
+    checkpoint = tmp_path / "run"
+    given = [*images, "--config=small", "--batch=16", "--size=8", "--every=15", "--steps=30"]
+    given += ["--dtype=float32", f"--checkpoint={checkpoint}", f"--plot={tmp_path / 'loss.png'}"]
+    assert module.main(given) == 0
+    output = capsys.readouterr().out
+    assert "step 30: accuracy 1.0000" in output and "images/s" in output
+    losses = (checkpoint / "losses.csv").read_text()
+    (checkpoint / "30").rename(tmp_path / "30")
+    assert module.main(given) == 0
+    assert "Going on from step 15." in capsys.readouterr().out
+    assert (checkpoint / "losses.csv").read_text() == losses
+    assert (tmp_path / "loss.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("free, wrong", [(10, None), (10**12, OSError(errno.ENOSPC, "No space"))])
+def test_a_full_disk_is_one_line(
+    example, bert_folder, texts, tmp_path, capsys, monkeypatch, free, wrong
+):
+    """Also if the disk is full only when the files are written."""
+    loop = example("loop")
+    module = example("finetune_bert")
+
+    class Ended(Exception):
+        pass
+
+    def end():
+        raise Ended
+
+    def save(*args, **kwargs):
+        raise wrong
+
+    monkeypatch.setattr(loop, "end_at_once", end)
+    usage = loop.shutil._ntuple_diskusage(10**12, 0, free)
+    monkeypatch.setattr(loop.shutil, "disk_usage", lambda folder: usage)
+    if wrong is not None:
+        monkeypatch.setattr(loop.ocp.CheckpointManager, "save", save)
+    given = [str(bert_folder), f"--train={texts}", "--batch=16", "--length=8", "--steps=4"]
+    with pytest.raises(Ended):
+        module.main([*given, "--every=2", f"--checkpoint={tmp_path / 'run'}"])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "cannot be written" in error
+    assert ("MB are free" if wrong is None else "No space") in error
+
+
+def test_ctrl_c_keeps_the_training(bert_folder, texts, tmp_path):
+    """It writes a checkpoint and says how to go on; that command goes on."""
+    checkpoint = tmp_path / "run"
+    command = [sys.executable, str(EXAMPLES / "finetune_bert.py"), str(bert_folder)]
+    command += [f"--train={texts}", "--batch=16", "--length=8", f"--checkpoint={checkpoint}"]
+    command += ["--every=1000000", "--steps=2000000"]
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step 1/"):
+            process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 130, lines
+    assert lines[-1].startswith("Stopped after step "), lines
+    assert f"--checkpoint={checkpoint}" in lines[-1] and "Traceback" not in "".join(lines)
+    step = int(lines[-1].split()[3].rstrip("."))
+    assert (checkpoint / str(step)).is_dir()
+    assert len((checkpoint / "losses.csv").read_text().splitlines()) == step

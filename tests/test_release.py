@@ -1,0 +1,82 @@
+"""What a release must not have: placeholders, advice to install from an index where the name is not
+ours, actions that may change."""
+
+import re
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+CHECK = CHECKOUT / ".ci" / "publishable"
+if not CHECK.exists():
+    pytest.skip("needs the whole checkout", allow_module_level=True)
+FILES = ("pyproject.toml", "CITATION.cff", "README.md", "SECURITY.md", "CHANGELOG.md")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The files that the check reads, without placeholders, for a release of version 7.0.0."""
+    package = tmp_path / "jax_fastops"
+    package.mkdir()
+    (package / "_version.py").write_text('__version__ = "7.0.0"\n')
+    for name in FILES:
+        shutil.copy(CHECKOUT / name, tmp_path)
+        text = (tmp_path / name).read_text()
+        text = re.sub(r"\.example\b", ".org", text)
+        text = re.sub(r"^version: .*", "version: 7.0.0", text, flags=re.MULTILINE)
+        (tmp_path / name).write_text(text.replace("## Unreleased", "## 7.0.0 - 2030-01-01"))
+    return tmp_path
+
+
+def problems(folder, tag="v7.0.0"):
+    return runpy.run_path(str(CHECK))["problems"](folder, tag)
+
+
+def test_a_finished_release_is_publishable(folder):
+    assert problems(folder) == []
+
+
+@pytest.mark.parametrize(
+    "file, old, new, says",
+    [
+        ("pyproject.toml", ".org/source", ".example/source", "source is a placeholder"),
+        ("SECURITY.md", ".org>", ".example>", "is a placeholder"),
+        ("CITATION.cff", "version: 7.0.0", "version: 6.0.0", "CITATION.cff: the version is not"),
+        ("jax_fastops/_version.py", "7.0.0", "7.0.0.dev1", "is no version of a release"),
+        ("jax_fastops/_version.py", "7.0.0", "7.0.1", "the tag is v7.0.0"),
+        ("CHANGELOG.md", "## 7.0.0", "## Unreleased", "there are entries under 'Unreleased'"),
+        ("CHANGELOG.md", "## 7.0.0", "## 6.9.0", "no section for 7.0.0"),
+    ],
+)
+def test_what_is_missing_is_named(folder, file, old, new, says):
+    path = folder / file
+    path.write_text(path.read_text().replace(old, new, 1))
+    assert any(says in problem for problem in problems(folder))
+
+
+def test_no_text_says_to_install_from_an_index():
+    """Anybody may take the name there. Messages name a checkout, a wheel or another package."""
+    listed = subprocess.run(
+        ["git", "-C", str(CHECKOUT), "ls-files"], capture_output=True, text=True, check=False
+    )
+    if listed.returncode:
+        pytest.skip("needs Git's list of files")
+    advice = re.compile(r"pip3? install\b[^\n`]*?(?<![\w./*-])['\"]?jax[_-]fastops(?![\w/.*-])")
+    found = []
+    for name in listed.stdout.splitlines():
+        path = CHECKOUT / name
+        if path.suffix in (".md", ".py", ".cmake", ".toml", ".yml", ".txt", ".cc", ".h") and (
+            path.exists() and path != Path(__file__)
+        ):
+            text = path.read_text()
+            found += [f"{name}: {match[0]}" for match in advice.finditer(text)]
+    assert not found
+
+
+def test_actions_are_pinned():
+    for file in (CHECKOUT / ".github" / "workflows").glob("*.yml"):
+        for used in re.findall(r"uses: (.*)", file.read_text()):
+            assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", used), (file.name, used)
