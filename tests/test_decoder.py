@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
-from jax_fastops.models import decoder
+from jax_fastops.models import _products, decoder
 from jax_fastops.models._products import take
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -297,6 +297,22 @@ def check_rows(found):
             gradient[index] += place
     np.testing.assert_array_equal(found[0], rows)
     np.testing.assert_array_equal(found[1], gradient)
+
+
+def test_product_of_one_row(monkeypatch):
+    """On a GPU, it is one of several rows, unless it is large or tiny."""
+    x = jax.random.normal(jax.random.key(0), (1, 1, 1024))
+    rows = []
+    for size in (8, 1024, 10240):
+        kernel = jax.random.normal(jax.random.key(1), (1024, size))
+        expected = _products.dot(x, kernel)
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "default_backend", lambda: "gpu")
+            np.testing.assert_allclose(_products.dot(x, kernel), expected, rtol=1e-4, atol=1e-4)
+            program = jax.make_jaxpr(_products.dot)(x, kernel)
+        (product,) = (e for e in program.eqns if e.primitive.name == "dot_general")
+        rows.append(product.invars[0].aval.size // 1024)
+    assert rows == [1, 10, 1]
 
 
 def test_take():
