@@ -25,9 +25,6 @@ InconclusiveDimensionOperation = (
 # The ``inline`` of ``jax.jit`` with which a function becomes a part of the program that calls it.
 INLINE = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # jax < 0.12
 
-# Whether matrix products and custom calls of XLA on a GPU read a slice of an array without a copy.
-SLICES_IN_PLACE = jax.__version_info__ >= (0, 11)
-
 
 def varying_axes(x) -> frozenset:
     """The manual mesh axes over which ``x`` varies inside ``jax.shard_map``."""

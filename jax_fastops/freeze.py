@@ -15,30 +15,29 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jax_fastops import _compat
-from jax_fastops._arguments import not_weak
-
-# Where XLA copies the slice of a stack, only leaves of so few bytes are stacked: a copy of one
-# takes less time than an argument.
-_LARGEST_COPY = 2**16
+from jax_fastops._arguments import integer, not_weak
 
 
-def freeze(fn: Callable, params: Any) -> Frozen:
+def freeze(fn: Callable, params: Any, *, max_bytes: int = 2**16) -> Frozen:
     """Binds parameters to a function, for inference.
 
-    ``freeze(fn, params)(*args)`` equals ``jax.jit(fn)(params, *args)``. It takes less time of the
-    host, which no longer grows with the number of parameters: leaves of the same shape, dtype and
-    sharding are stacked into one array. On a GPU, the program reads them where they are, and copies
-    none (with jax 0.10 and older, and on a CPU, it copies those of at most 64 KiB, and larger ones
-    are not stacked).
+    ``freeze(fn, params)(*args)`` equals ``jax.jit(fn)(params, *args)``. The host takes less time:
+    small leaves of the same shape, dtype and sharding are stacked into one array, so that the
+    program has fewer arguments.
 
     Args:
       fn: a function of ``params`` and arrays.
       params: a pytree of arrays. They may be sharded.
+      max_bytes: the largest leaf that is stacked. The program reads slices of the stacks. On a GPU,
+        with jax 0.11 or later, kernels of this package and XLA's own read them in place, but
+        matrix products of cuBLAS read copies. Vectors have fewer than 64 KiB, and matrices more.
 
     Returns:
       A :class:`Frozen`. It has copies of what is stacked. If nothing else refers to ``params``,
       their memory is then free.
+
+    Raises:
+      TypeError: ``fn`` is not a function, or ``max_bytes`` not an integer.
 
     Example:
       >>> frozen = fo.freeze(lambda params, x: x @ params["w"], {"w": jnp.eye(2)})
@@ -51,7 +50,7 @@ def freeze(fn: Callable, params: Any) -> Frozen:
         raise TypeError(f"freeze: fn is of type {type(fn).__name__}; it must be a function")
     leaves, structure = jax.tree.flatten(params)
     leaves = [not_weak(jnp.asarray(leaf)) for leaf in leaves]
-    layout = _Layout(fn, structure, leaves)
+    layout = _Layout(fn, structure, leaves, integer("freeze", "max_bytes", max_bytes))
     return Frozen(layout, layout.stack(leaves))
 
 
@@ -137,10 +136,11 @@ class _Layout:
     ``Frozen`` is compiled again for another function.
     """
 
-    def __init__(self, fn: Callable, structure, leaves: list) -> None:
+    def __init__(self, fn: Callable, structure, leaves: list, max_bytes: int) -> None:
         groups: dict[Any, list[int]] = {}
         for index, leaf in enumerate(leaves):
-            key = (leaf.shape, leaf.dtype, _sharding(leaf)) if _is_stacked(leaf) else index
+            stacked = _is_stackable(leaf) and leaf.size * leaf.dtype.itemsize <= max_bytes
+            key = (leaf.shape, leaf.dtype, _sharding(leaf)) if stacked else index
             groups.setdefault(key, []).append(index)
         self.groups = list(groups.values())
         # Where each leaf is: an array, and an index into it unless the array is the leaf.
@@ -199,13 +199,6 @@ def _sharding(leaf):
     return leaf.sharding if is_placed else None
 
 
-def _is_stacked(leaf) -> bool:
-    """Whether a leaf is stacked with those of the same type."""
-    if not isinstance(_sharding(leaf), (NamedSharding, SingleDeviceSharding, type(None))):
-        return False
-    if isinstance(leaf, Tracer):
-        platform = jax.default_backend()
-    else:
-        platform = next(iter(leaf.sharding.device_set)).platform
-    reads_in_place = platform == "gpu" and _compat.SLICES_IN_PLACE
-    return reads_in_place or leaf.size * leaf.dtype.itemsize <= _LARGEST_COPY
+def _is_stackable(leaf) -> bool:
+    """Whether a stack can be sharded like the leaf."""
+    return isinstance(_sharding(leaf), (NamedSharding, SingleDeviceSharding, type(None)))

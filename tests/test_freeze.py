@@ -1,6 +1,6 @@
 """``freeze``: few arrays, the same results, other parameters without a compilation."""
 
-import importlib
+import functools
 import re
 import time
 
@@ -15,10 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
-from jax_fastops import _compat
 from jax_fastops.models import bert
 
-ON_GPU = jax.default_backend() == "gpu"
 SIZE = 256  # a kernel of float32 takes 256 KiB
 
 
@@ -42,15 +40,13 @@ def new(seed: int = 0, layers: int = 3) -> dict:
 X = jnp.linspace(-1, 1, 4 * SIZE).reshape(4, SIZE)
 
 
-@pytest.fixture
-def all_stacked(monkeypatch):
-    """As on a GPU."""
-    monkeypatch.setattr(importlib.import_module("jax_fastops.freeze"), "_LARGEST_COPY", 2**40)
+# All leaves are stacked.
+freeze = functools.partial(fo.freeze, max_bytes=2**40)
 
 
-def test_equal_leaves_are_stacked(all_stacked):
+def test_equal_leaves_are_stacked():
     params = new()
-    frozen = fo.freeze(network, params)
+    frozen = freeze(network, params)
     assert sorted(a.shape for a in frozen.arrays) == [(), (3, SIZE), (3, SIZE, SIZE)]
     assert jax.tree.leaves(frozen) == list(frozen.arrays)
     jax.tree.map(np.testing.assert_array_equal, frozen.params, params)
@@ -58,25 +54,23 @@ def test_equal_leaves_are_stacked(all_stacked):
     np.testing.assert_array_equal(frozen(x=X), frozen(X))
 
 
-def test_programs_copy_no_large_parameter():
-    """Where XLA copies slices, large leaves are arguments as before."""
-    params = new()
-    frozen = fo.freeze(network, params)
-    in_place = ON_GPU and _compat.SLICES_IN_PLACE
-    assert len(frozen.arrays) == (3 if in_place else 5)
+def test_programs_copy_no_parameter_of_a_product():
+    frozen = fo.freeze(network, new())
+    assert len(frozen.arrays) == 5
     text = frozen.apply.lower(frozen.arrays, X).compile().as_text()
     entry = text[text.index("\nENTRY") :]
-    assert not re.findall(rf" = \S*\[(?:1,)?{SIZE},{SIZE}\]\S* (?!parameter|bitcast)", entry)
+    assert f"[{SIZE},{SIZE}]" in entry
+    assert not re.findall(rf" = \S*\[{SIZE},{SIZE}\]\S* (?!parameter|bitcast)", entry)
 
 
-def test_other_parameters_compile_nothing(all_stacked):
+def test_other_parameters_compile_nothing():
     traces = []
 
     def counted(params, x):
         traces.append(1)
         return network(params, x)
 
-    frozen = fo.freeze(counted, new())
+    frozen = freeze(counted, new())
     other = frozen.replace(jax.tree.map(np.asarray, new(1)))
     assert jax.tree.structure(other) == jax.tree.structure(frozen)
     outer = jax.jit(lambda frozen, x: frozen(x))
@@ -87,7 +81,7 @@ def test_other_parameters_compile_nothing(all_stacked):
         assert len(traces) == count
     assert frozen.apply._cache_size() == outer._cache_size() == 1
     # Another function is another structure.
-    assert jax.tree.structure(fo.freeze(network, new())) != jax.tree.structure(frozen)
+    assert jax.tree.structure(freeze(network, new())) != jax.tree.structure(frozen)
 
 
 def test_closed_over_arrays_are_constants():
@@ -97,9 +91,9 @@ def test_closed_over_arrays_are_constants():
     assert len(jax.make_jaxpr(lambda frozen, x: frozen(x))(frozen, X).consts) == 0
 
 
-def test_transformations(all_stacked):
+def test_transformations():
     params = new()
-    frozen, inputs = fo.freeze(network, params), jnp.stack([X, 2 * X])
+    frozen, inputs = freeze(network, params), jnp.stack([X, 2 * X])
     np.testing.assert_allclose(
         jax.vmap(frozen)(inputs), jax.vmap(network, (None, 0))(params, inputs), rtol=1e-5, atol=1e-6
     )
@@ -110,16 +104,16 @@ def test_transformations(all_stacked):
         gradient.params,
         expected,
     )
-    made = jax.jit(lambda params: fo.freeze(network, params))(params)  # of traced arrays
+    made = jax.jit(lambda params: freeze(network, params))(params)  # of traced arrays
     np.testing.assert_allclose(made(X), frozen(X), rtol=1e-6)
     again = jax.jit(lambda frozen, params: frozen.replace(params))(frozen, params)
     assert jax.tree.structure(again) == jax.tree.structure(frozen)
 
 
-def test_export_and_saved_executables(all_stacked):
+def test_export_and_saved_executables():
     # On a CPU, jaxlib cannot save again what it loaded from a cache, so the program is a new one.
     salt = time.time_ns() % 10**6 / 1e6
-    frozen = fo.freeze(lambda params, x: network(params, x) + salt, new())
+    frozen = freeze(lambda params, x: network(params, x) + salt, new())
     exported = jax.export.export(frozen.apply)(frozen.arrays, X)
     exported = jax.export.deserialize(exported.serialize())
     loaded = serialize_executable.deserialize_and_load(
@@ -133,7 +127,7 @@ def test_export_and_saved_executables(all_stacked):
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_sharded_parameters(all_stacked, kind):
+def test_sharded_parameters(kind):
     mesh = make_mesh({"tensor": 2}, kind)
     columns, rows = (NamedSharding(mesh, spec) for spec in (P(None, "tensor"), P("tensor", None)))
 
@@ -151,7 +145,7 @@ def test_sharded_parameters(all_stacked, kind):
 
     with jax.set_mesh(mesh):
         params, x = place(new(layers=4)), jax.device_put(X, NamedSharding(mesh, P()))
-        frozen = fo.freeze(run, params)
+        frozen = freeze(run, params)
         shardings = {a.sharding.spec: a.shape for a in frozen.arrays if a.ndim == 3}
         assert shardings == {
             P(None, None, "tensor"): (2, SIZE, SIZE),
@@ -194,6 +188,8 @@ def test_errors():
     frozen = fo.freeze(network, new())
     with pytest.raises(TypeError, match="fn is of type int; it must be a function"):
         fo.freeze(1, {})
+    with pytest.raises(TypeError, match=r"max_bytes is 1\.5; it must be an integer"):
+        fo.freeze(network, {}, max_bytes=1.5)
     with pytest.raises(ValueError, match=r"params has the structure .*; it must be "):
         frozen.replace(new(layers=2))
     with pytest.raises(ValueError, match=r"array of shape \(1,\); it must be \(\), as before"):
