@@ -573,6 +573,15 @@ def test_wrong_traced_ends(end):
         )
 
 
+def test_a_loop_of_known_length():
+    """Without tokens that end a sequence, XLA knows the number of steps, and asks for no value."""
+    params = jax.eval_shape(lambda: decoder.init(jax.random.key(0), CONFIG))
+    tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    for end, known in ((None, True), (0, False)):
+        program = jax.jit(lambda p, t, end=end: decoder.generate(p, t, CONFIG, length=8, end=end))
+        assert ("known_trip_count" in program.lower(params, tokens).compile().as_text()) == known
+
+
 def test_one_token(native):
     new, lengths = generate(start(CONFIG), batch()["tokens"], CONFIG, length=1, end=3)
     assert new.shape == (BATCH, 1) and lengths.tolist() == [1] * BATCH
