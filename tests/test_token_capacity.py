@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness.compat import make_mesh
+from harness.compat import make_mesh, strict
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -58,6 +58,17 @@ def test_as_with_padding(name, ops):
     assert not x[MASK == 0].any()
     # The pooler reads the first token, which is padding in two rows.
     np.testing.assert_allclose(pooled[::2], run(config, None, ops=ops)[1][::2], atol=1e-5)
+
+
+@pytest.mark.parametrize("ops", ["FASTOPS", "PLAIN"])
+def test_strict_settings(ops):
+    config = dataclasses.replace(BASE, layers=1, dtype="bfloat16")
+    with strict():
+        x, _ = run(config, 20, ops=getattr(bert, ops))
+    expected, _ = run(config, None)
+    np.testing.assert_allclose(
+        x.astype(jnp.float32), expected.astype(jnp.float32), rtol=0.05, atol=0.1
+    )
 
 
 def test_exactly_full_and_overflow():
