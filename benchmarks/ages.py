@@ -15,6 +15,7 @@ JOBS = {
     "pretraining": _BERT,
     "inference": _BERT,
     "decoder": ("heads", "norm", "gated_act", "linear_cross_entropy"),
+    "decoding": ("heads", "norm", "gated_act", "attention"),
     "resnet": ("batch_norm", "max_pool"),
     "neighbours": ("transpose", "heads"),
 }

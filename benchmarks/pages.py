@@ -18,6 +18,7 @@ from benchmarks.report import headline
 from benchmarks.tables import (
     MOVES,
     by_case,
+    forms_table,
     fused_table,
     job_table,
     markdown,
@@ -32,6 +33,7 @@ LEGEND = (
     "Times, and in parentheses times over the floor (1.00 is the speed of a copy). The fastest is"
     " bold; `-` was not measured. The residuals are those of the contenders in their order."
 )
+NOT_MEASURED = "No device has been measured yet.\n"
 CUT = 4.0  # floors: longer bars are cut
 MOST = 6  # rows of a chart
 
@@ -55,6 +57,10 @@ def write(folder: Path) -> None:
     parts["fusing"] = f"{headline(load(f'fusing-{H100}'))}.\n\n{fused_table(numbers.fused())}"
     parts["others"] = _others()
     parts["one-line"] = one_line_table(numbers.one_line())
+    for name, of_rows in (("inference-forms", forms_table), ("decoding", job_table)):
+        found = (load(file) for file in _measured(name))
+        text = "\n".join(f"{headline(results)}.\n\n{of_rows(results)}" for results in found)
+        parts[name] = text or NOT_MEASURED
     # A family's results are on its page, and on the page of all ops.
     for page, prefix, slugs in (("ops", "", (H100, H200)), ("cpu", "cpu-", (CPU,))):
         found = {family: slug for slug in reversed(slugs) for family in families(slug)}
@@ -85,15 +91,18 @@ def write(folder: Path) -> None:
 
 def _others() -> str:
     """The gains in programs that others wrote, of each device that has been measured."""
-    files = [
-        f"others-{slug}" for slug in (H100, H200) if (RESULTS / f"others-{slug}.json").exists()
-    ]
     found = (
         f"{headline(results)}. {len(results['rows'])} of {len(PACKAGES) + len(WORKLOADS)} programs "
         f"were measured.\n\n{others_summary(results)}\n{others_table(results)}"
-        for results in map(load, files)
+        for results in map(load, _measured("others"))
     )
-    return "\n".join(found) or "No device has been measured yet.\n"
+    return "\n".join(found) or NOT_MEASURED
+
+
+def _measured(name: str) -> list[str]:
+    """The files of a job, one for each GPU on which it ran."""
+    files = (f"{name}-{slug}" for slug in (H100, H200))
+    return [file for file in files if (RESULTS / f"{file}.json").exists()]
 
 
 def _functions() -> str:

@@ -158,6 +158,53 @@ class Decoder(nn.Module):
         return [*tables, (self.norm, params["norm"])]
 
 
+class Generation:
+    """Continues prompts with a decoder: a static cache, and a compiled step."""
+
+    def __init__(self, model: Decoder, config, batch: int, capacity: int, dtype):
+        self.model = model
+        shape = (batch, config.kv_heads, capacity, config.head_dim)
+        self.cache = [
+            [torch.zeros(shape, dtype=dtype, device=device()) for _ in range(2)]
+            for _ in range(config.layers)
+        ]
+        self.place = torch.arange(capacity, device=device())
+        self.step = torch.compile(self.forward, mode="reduce-overhead", dynamic=False)
+
+    def forward(self, tokens, at):
+        """The next tokens, after the tokens at the positions ``at``."""
+        model = self.model
+        angles = at[:, None] * model.frequencies
+        angles = torch.cat((angles, angles), -1)
+        cos, sin = angles.cos(), angles.sin()
+        mask = self.place[None] <= at[:, None]
+        x = model.embeddings(tokens)
+        for layer, (keys, values) in zip(model.layers, self.cache, strict=True):
+            y = layer.input_norm(x)
+            q, k, v = (
+                f(y).unflatten(-1, (-1, layer.d)).transpose(1, 2)
+                for f in (layer.q, layer.k, layer.v)
+            )
+            q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+            keys.index_copy_(2, at, k)
+            values.index_copy_(2, at, v)
+            y = functional.scaled_dot_product_attention(
+                q, keys, values, attn_mask=mask, enable_gqa=True
+            )
+            x = x + layer.output(y.transpose(1, 2).flatten(2))
+            y = layer.norm(x)
+            x = x + layer.down(functional.silu(layer.gate(y)) * layer.up(y))
+        return model.head(model.norm(x[:, -1])).argmax(-1, keepdim=True)
+
+    def __call__(self, tokens, count: int):
+        at = self.place[: tokens.shape[1]]
+        new = [self.forward(tokens, at)]
+        for _ in range(count - 1):
+            at = at[-1:] + 1
+            new.append(self.step(new[-1], at).clone())
+        return torch.cat(new, 1)
+
+
 def resnet50(batch: int, size: int, rate: float, momentum: float) -> tuple:
     """A model that gives the loss of an image batch, SGD, and the batch."""
     import torchvision

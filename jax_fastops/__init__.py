@@ -23,6 +23,7 @@ from jax_fastops.batch_norm import batch_norm, batch_norm_inference, batch_norm_
 from jax_fastops.bias_act import bias_act
 from jax_fastops.cross_entropy import cross_entropy
 from jax_fastops.dropout import dropout, dropout_mask
+from jax_fastops.freeze import Frozen, freeze
 from jax_fastops.gated_act import gated_act
 from jax_fastops.heads import merge_heads, split_heads, split_qkv_heads
 from jax_fastops.lerp import lerp
@@ -36,6 +37,7 @@ from jax_fastops.window_sum import window_sum
 
 __all__ = [
     "Explanation",
+    "Frozen",
     "FuseReport",
     "Missed",
     "OpCall",
@@ -53,6 +55,7 @@ __all__ = [
     "dropout_mask",
     "explain",
     "export_checks",
+    "freeze",
     "gated_act",
     "info",
     "kernel_or",

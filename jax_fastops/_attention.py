@@ -111,7 +111,13 @@ def by_softmax(
     of_query = layout.replace("n", heads)
     of_key = layout.replace("t", "s").replace("n", heads[0])
     of_scores = f"b{heads}ts"
-    scores = _scores(query, key, f"{of_query},{of_key}->{of_scores}")
+    rows = query
+    if query.shape[of_query.index("t")] == 1:
+        # With keys in the last dimension, XLA makes one kernel of the softmax. Otherwise einsum
+        # gives the scores of one query another order.
+        rows = query.transpose([of_query.index(d) for d in f"b{heads}th"])
+    of_rows = of_query if rows is query else f"b{heads}th"
+    scores = _scores(rows, key, f"{of_rows},{of_key}->{of_scores}")
     if bias is not None:
         scores, scale = scores * scale + bias.astype(scores.dtype), 1.0
     weights = softmax_of("softmax", scores, -1, where, scale, drop)

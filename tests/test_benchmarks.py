@@ -268,6 +268,11 @@ def test_decoder(tmp_path):
     assert ours["loss"] < ours["first_loss"] < 5
 
 
+def test_decoding(tmp_path):
+    ours, plain = rows_of("decoding", "--shapes 2x16 --length 8", tmp_path)
+    assert ours["sample"] == plain["sample"] and ours["floor_ms"] > 0
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 @pytest.mark.parametrize(
     "axis", ["tensor", *(pytest.param(axis, marks=SLOW) for axis in ("data", "sequence"))]
@@ -280,12 +285,13 @@ def test_decoder_over_devices(tmp_path, axis):
 
 
 def test_inference(tmp_path):
-    options = "--shapes 1x16 --attention xla --dtypes float32"
-    ours, plain = rows_of("inference", f"{options} --processes 2", tmp_path)
+    options = "--shapes 1x16 --attention xla --dtypes float32 --contenders ours frozen plain"
+    ours, frozen, plain = rows_of("inference", f"{options} --processes 2", tmp_path)
     assert ours["ms"] > 0 and plain["latency_ms"] > 0
     assert len(ours["all_ms"]) == len(ours["all_latency_ms"]) == 2
     assert plain["calls"] == 0 and not profile.runs_kernels(plain)
     assert ours["sample"] == pytest.approx(plain["sample"], abs=1e-3)
+    assert ours["sample"] == pytest.approx(frozen["sample"], abs=1e-5)
 
 
 def test_inference_with_constants(tmp_path):

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
-from jax_fastops.models import decoder
+from jax_fastops.models import _products, decoder
 from jax_fastops.models._products import take
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -299,6 +299,22 @@ def check_rows(found):
     np.testing.assert_array_equal(found[1], gradient)
 
 
+def test_product_of_one_row(monkeypatch):
+    """On a GPU, it is one of several rows, unless it is large or tiny."""
+    x = jax.random.normal(jax.random.key(0), (1, 1, 1024))
+    rows = []
+    for size in (8, 1024, 10240):
+        kernel = jax.random.normal(jax.random.key(1), (1024, size))
+        expected = _products.dot(x, kernel)
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "default_backend", lambda: "gpu")
+            np.testing.assert_allclose(_products.dot(x, kernel), expected, rtol=1e-4, atol=1e-4)
+            program = jax.make_jaxpr(_products.dot)(x, kernel)
+        (product,) = (e for e in program.eqns if e.primitive.name == "dot_general")
+        rows.append(product.invars[0].aval.size // 1024)
+    assert rows == [1, 10, 1]
+
+
 def test_take():
     check_rows(jax.jit(rows_of)(jnp.arange(8.0).reshape(4, 2), INDICES))
 
@@ -555,6 +571,15 @@ def test_wrong_traced_ends(end):
         jax.jit(functools.partial(decoder.generate, config=CONFIG, length=2))(
             start(CONFIG), TOKENS, end=end
         )
+
+
+def test_a_loop_of_known_length():
+    """Without tokens that end a sequence, XLA knows the number of steps, and asks for no value."""
+    params = jax.eval_shape(lambda: decoder.init(jax.random.key(0), CONFIG))
+    tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    for end, known in ((None, True), (0, False)):
+        program = jax.jit(lambda p, t, end=end: decoder.generate(p, t, CONFIG, length=8, end=end))
+        assert ("known_trip_count" in program.lower(params, tokens).compile().as_text()) == known
 
 
 def test_one_token(native):

@@ -5,12 +5,14 @@ weights of the dtype of the activations. Each contender runs in a process of its
 weights:
 
 ``ours``           `models.bert` with the ops of this package, jitted
+``frozen``         the same with its parameters bound by `jax_fastops.freeze`
+``packed``         ``ours`` with a ``token_capacity`` of 13/16 of the positions; 3/4 are tokens
 ``plain``          the same model on `jax.nn`
 ``torch``          PyTorch: the same network compiled by Inductor with CUDA graphs
                    (``mode="reduce-overhead"``), with scaled_dot_product_attention
 ``torch-autotune`` the same with tuned products (``mode="max-autotune"``): it compiles for minutes
 
-Parameters are arguments of the JAX program, or with ``--constants`` constants, as they are in
+Parameters are arguments of JAX' programs, or with ``--constants`` constants, as they are in
 PyTorch's CUDA graphs: each of the 151 arguments costs the host time in each call.
 
 ``ms`` is the time of a call where many calls are in flight, and ``latency_ms`` that of a call which
@@ -25,16 +27,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import installed
 from benchmarks.plain import PLAIN, bert
 from benchmarks.processes import jax_calls, timed, torch_wait
 
+fo = installed("jax_fastops")
+
 MODES = {"torch": "reduce-overhead", "torch-autotune": "max-autotune"}
-CONTENDERS = ("ours", "plain", *MODES)
+CONTENDERS = ("ours", "frozen", "packed", "plain", *MODES)
 SAMPLE = 8
 
 
 def options(add) -> None:
-    add("--contenders", nargs="+", choices=CONTENDERS, default=["ours", "plain", "torch"])
+    add("--contenders", nargs="+", choices=CONTENDERS, default=["ours", "frozen", "plain", "torch"])
     shapes = ["1x32", "1x128", "8x128", "32x512"]
     add("--shapes", nargs="+", default=shapes, help="batch x length")
     add("--dtypes", nargs="+", default=["bfloat16", "float16"])
@@ -77,7 +82,7 @@ def jax_row(options, contender: str, shape: str, dtype: str, attention: str) -> 
     small = bert.SMALL if options.small else bert.BASE
     changes = dict(dtype=dtype, attention=attention, dropout=0.0, attention_dropout=0.0)
     config = dataclasses.replace(small, **changes)
-    ops = bert.FASTOPS if contender == "ours" else PLAIN
+    ops = PLAIN if contender == "plain" else bert.FASTOPS
     tokens, inside = map(jnp.asarray, data(shape, config.vocab_size))
 
     @jax.jit
@@ -85,13 +90,17 @@ def jax_row(options, contender: str, shape: str, dtype: str, attention: str) -> 
         params = bert.init(jax.random.key(0), config, mlm=True)
         return jax.tree.map(lambda a: a.astype(dtype) if a.ndim > 1 else a, params)
 
+    more = {"token_capacity": tokens.size * 13 // 16} if contender == "packed" else {}
+
     def forward(params, tokens, inside):
-        return bert.apply(params, tokens, config, mask=inside, ops=ops)[0]
+        return bert.apply(params, tokens, config, mask=inside, ops=ops, **more)[0]
 
     params = start()
     if options.constants:
         jax.config.update("jax_use_simplified_jaxpr_constants", False)  # or they are arguments
         program = jax.jit(functools.partial(forward, params))
+    elif contender == "frozen":
+        program = fo.freeze(forward, params)
     else:
         program = functools.partial(jax.jit(forward), params)
     found, result = jax_calls(options, lambda: program(tokens, inside))

@@ -25,6 +25,7 @@ from jax_fastops.models._products import (
 )
 from jax_fastops.models._segments import Segments
 from jax_fastops.models._sharding import element, is_sharded, split_last, varying_with, whole
+from jax_fastops.models._tokens import Tokens
 
 _CHECK = Checks("bert")
 
@@ -172,10 +173,10 @@ def pool(params: dict, x, mask):
 def encode(layers, x, config: Config, mask, key, ops: Ops):
     """Applies all layers. Casts their kernels once, so that no backward casts them again.
 
-    ``mask`` may be ``Segments`` in place of an array.
+    ``mask`` may be ``Segments`` in place of an array, or the ``Tokens`` of which ``x`` is a list.
     """
     layers = cast_kernels(layers, config.dtype)
-    if mask is not None and not isinstance(mask, Segments):
+    if mask is not None and not isinstance(mask, (Segments, Tokens)):
         mask = whole(mask, 1)
 
     # A layer's result has two users. With fanout each gets its own, and no separate pass adds their
@@ -198,7 +199,7 @@ def encode(layers, x, config: Config, mask, key, ops: Ops):
         stacked = layers if isinstance(layers, dict) else stack(layers)
         # Under jax.shard_map a layer's result varies over the same mesh axes as these.
         shared = mask.ids if isinstance(mask, Segments) else mask
-        given = [a for a in (*jax.tree.leaves(stacked), shared, keys) if a is not None]
+        given = jax.tree.leaves((stacked, shared, keys))
         return jax.lax.scan(step, varying_with(x, given), (stacked, keys))[0]
     layers = unstack(layers) if isinstance(layers, dict) else layers
     for index, params in enumerate(layers):
@@ -229,27 +230,37 @@ def _attention(params: dict, x, config: Config, mask, key, ops: Ops):
     """
     if isinstance(mask, Segments):
         where: dict[str, Any] = dict(segment_ids=mask.for_attention())
+    elif isinstance(mask, Tokens):
+        where = dict(query_seq_lengths=mask.counts, key_value_seq_lengths=mask.counts)
     else:
         where = dict(mask=None if mask is None else mask[:, None, None, :])
-    own = config.attention == "softmax"
     drop = _drop_options(key, config.attention_dropout)
     qkv = dot(x, params["kernel"])
-    if own and not is_sharded(x, 1):
-        qkv = biased(qkv, params["bias"])
-        return ops.qkv_attention(qkv, num_heads=config.heads, **where, **drop)
+    if isinstance(mask, Tokens):
+        qkv = mask.to_rows(qkv)
+    y = _attention_of(params["bias"], qkv, config, ops, **where, **drop)
+    return mask.of_rows(y) if isinstance(mask, Tokens) else y
+
+
+def _attention_of(bias, qkv, config: Config, ops: Ops, **options: Any):
+    """Attention of a product without its bias. ``options`` are those of ``ops.attention``."""
+    own = config.attention == "softmax"
+    if own and not is_sharded(qkv, 1):
+        return ops.qkv_attention(biased(qkv, bias), num_heads=config.heads, **options)
     head_size = config.hidden_size // config.heads
     if config.tensor_parallel or config.attention == "xla":  # XLA fuses the split
-        qkv = biased(qkv, params["bias"])
+        qkv = biased(qkv, bias)
         qkv = qkv if config.tensor_parallel else split_last(qkv, 3, config.heads, head_size)
         parts = [jnp.squeeze(part, 2) for part in jnp.split(qkv, 3, axis=2)]
     else:
         # Splitting as if there were one head is one pass in each direction, including the bias and
         # its gradient. XLA would concatenate the three cotangents twice.
-        parts = ops.split_qkv_heads(qkv, params["bias"], num_heads=1)
+        parts = ops.split_qkv_heads(qkv, bias, num_heads=1)
         parts = [split_last(jnp.squeeze(part, 1), config.heads, head_size) for part in parts]
     q, k, v = parts
     attention = ops.attention if own else jax_attention(config.attention)
-    return attention(q, whole(k, 1), whole(v, 1), **where, **drop).reshape(x.shape)
+    y = attention(q, whole(k, 1), whole(v, 1), **options)
+    return y.reshape(*y.shape[:2], config.hidden_size)
 
 
 def _add_norm(product: dict, norm: dict, y, x, key, *, config: Config, ops: Ops, fanout: bool):

@@ -60,7 +60,9 @@ def continued(params: dict, table, tokens, mask, config: Config, plan: Plan, ops
 
     def body(state):
         step, token, new, lengths, cache = state
+        cache = cache._replace(length=tokens.shape[1] + step - 1)
         hidden, cache = forward(params, token[:, None], config, None, None, cache, ops)
+        cache = cache._replace(length=None)  # by the step: XLA counts loops with one counter
         ended = jnp.isin(token, ends)
         token = jnp.where(ended, fill, next_token(hidden, step))
         new = jax.lax.dynamic_update_slice_in_dim(new, token[:, None], step, axis=1)
@@ -68,13 +70,15 @@ def continued(params: dict, table, tokens, mask, config: Config, plan: Plan, ops
 
     def unfinished(state):
         step, token, *_ = state
-        return (step < plan.length) & ~jnp.isin(token, ends).all()
+        more = step < plan.length
+        # Without these tokens, XLA knows the number of steps, and the host need not wait for each.
+        return more & ~jnp.isin(token, ends).all() if ends.size else more
 
     cache = init_cache(config, tokens.shape[0], tokens.shape[1] + plan.length - 1)
     hidden, cache = forward(params, tokens, config, None, mask, cache, ops)
     first = next_token(hidden, 0)
     new = jnp.pad(first[:, None], ((0, 0), (0, plan.length - 1)), constant_values=fill)
-    state = (jnp.int32(1), first, new, jnp.ones_like(first), cache)
+    state = (jnp.int32(1), first, new, jnp.ones_like(first), cache._replace(length=None))
     _, _, new, lengths, _ = jax.lax.while_loop(unfinished, body, state)
     return new, lengths
 

@@ -67,12 +67,21 @@ def qkv_attention(
     num_heads: int,
     mask=None,
     segment_ids=None,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
     dropout_key=None,
     dropout_rate: float = 0.0,
     softmax=softmax,
 ):
-    """Heads before the sequence, as models usually write it. It takes a mask or segments."""
+    """Heads before the sequence, as models usually write it.
+
+    It takes a mask, segments, or lengths. Queries after the end have any result.
+    """
+    del query_seq_lengths
     mask = mask if segment_ids is None else same_segment(segment_ids)
+    if key_value_seq_lengths is not None:
+        place = jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
+        mask = (place < key_value_seq_lengths[:, None])[:, None, None]
     if qkv.ndim == 3:
         q, k, v = split_qkv_heads(qkv, num_heads=num_heads)
     else:

@@ -32,8 +32,9 @@ from jax_fastops.models import _parameters, _plain
 from jax_fastops.models._bert_layers import Config, Ops, apply_layer, embed, encode, pool
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._products import biased, dot, in_table, vocabulary_loss, wide_product
-from jax_fastops.models._segments import checked
-from jax_fastops.models._sharding import whole
+from jax_fastops.models._segments import Segments, checked
+from jax_fastops.models._sharding import explicit_spec, is_sharded, whole
+from jax_fastops.models._tokens import Tokens
 
 __all__ = [
     "BASE",
@@ -267,6 +268,7 @@ def apply(
     positions: ArrayLike | None = None,
     segment_ids: ArrayLike | None = None,
     max_segments: int | None = None,
+    token_capacity: int | None = None,
     key: ArrayLike | None = None,
     ops: Ops = FASTOPS,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -292,6 +294,10 @@ def apply(
         one sequence. A row may have more than ``config.positions`` tokens, and a segment may not.
       max_segments: the number of segments in a row that the pooler reads, static: those with the
         ids from 1 to ``max_segments``.
+      token_capacity: a number of tokens, static, for a batch with a ``mask`` and without segments.
+        If the batch has no more tokens than these, padding is removed before the layers, which then
+        compute so many tokens; otherwise they compute the whole batch. The hidden states of padding
+        are zero, and dropout draws other elements. It is for tokens on one device.
       key: a JAX random key, for dropout at the rates of ``config``. ``None`` means no dropout, as
         at inference. With a key, ``attention_dropout`` must be 0 unless ``attention="softmax"``.
       ops: the implementation of the ops: ``FASTOPS``, ``PLAIN``, or another :class:`Ops`.
@@ -319,16 +325,44 @@ def apply(
     tokens, mask, token_types, positions = _check(
         params, tokens, config, mask, token_types, positions, segments, key, ops
     )
-    embeddings_key, layers_key = (None, None) if key is None else jax.random.split(key)
-    x = embed(params["embeddings"], tokens, config, token_types, positions)
-    norm = params["embeddings"]["norm"]
-    x = ops.layer_norm(x, norm["scale"], norm["bias"], eps=config.eps)
-    if embeddings_key is not None and config.dropout > 0:
-        x = ops.dropout(x, embeddings_key, config.dropout)
-    x = encode(params["layers"], x, config, mask, layers_key, ops)
+    capacity = _check_capacity(token_capacity, mask)
+
+    def hidden(tokens, token_types, positions, mask):
+        embeddings_key, layers_key = (None, None) if key is None else jax.random.split(key)
+        x = embed(params["embeddings"], tokens, config, token_types, positions)
+        norm = params["embeddings"]["norm"]
+        x = ops.layer_norm(x, norm["scale"], norm["bias"], eps=config.eps)
+        if embeddings_key is not None and config.dropout > 0:
+            x = ops.dropout(x, embeddings_key, config.dropout)
+        return encode(params["layers"], x, config, mask, layers_key, ops)
+
+    if capacity is None:
+        x = hidden(tokens, token_types, positions, mask)
+    else:
+        x = _within_capacity(hidden, capacity, tokens, token_types, positions, mask)
     if "pooler" not in params:
         return x, None
     return x, pool(params["pooler"], x, mask)
+
+
+def _within_capacity(hidden, capacity, tokens, token_types, positions, mask):
+    """``hidden(tokens, token_types, positions, mask)``, of the list of tokens if it has room."""
+
+    def of_list():
+        listed = Tokens.of(mask, capacity)
+        at = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
+        at = jnp.broadcast_to(at, tokens.shape)
+        types = None if token_types is None else listed.listed(token_types)
+        return listed.batched(hidden(listed.listed(tokens), types, listed.listed(at), listed))
+
+    def of_batch():
+        return hidden(tokens, token_types, positions, mask)
+
+    if tokens.size <= capacity:
+        x = of_batch()
+    else:
+        x = jax.lax.cond(mask.sum(dtype=jnp.int32) <= capacity, of_list, of_batch)
+    return jnp.where(mask[..., None], x, jnp.zeros_like(x))
 
 
 def encoder(
@@ -515,6 +549,23 @@ def _check(params, tokens, config, mask, token_types, positions, segments, key, 
         in_table(token_types, config.token_types, inside),
         in_table(positions, config.positions, inside),
     ]
+
+
+def _check_capacity(capacity, mask) -> int | None:
+    """Checks that the batch has a mask, if there is a capacity of tokens."""
+    if capacity is None:
+        return None
+    capacity = _CHECK.integer("token_capacity", capacity, 1)
+    if mask is None or isinstance(mask, Segments):
+        raise ValueError(
+            f"bert: token_capacity is {capacity}, for a batch with a mask and without segment_ids"
+        )
+    if is_sharded(mask, 0) or is_sharded(mask, 1):
+        raise ValueError(
+            f"bert: token_capacity is {capacity}, but the mask is sharded as "
+            f"{explicit_spec(mask)}; call apply in jax.shard_map"
+        )
+    return capacity
 
 
 def _check_layer_arguments(x, config, mask, key):
