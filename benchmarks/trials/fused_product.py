@@ -16,7 +16,9 @@ A program has several calls on buffers of its own, more than the L2 cache holds.
 """
 
 import argparse
+import contextlib
 import ctypes
+import dataclasses
 import functools
 import json
 import random
@@ -26,14 +28,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, installed
 from benchmarks.cases import fo
 from benchmarks.environment import facts, slug
+from benchmarks.programs import temp_bytes
+
+bert = installed("jax_fastops.models.bert")
 
 MODES = ("plain", "gelu", "gelu_kept", "tanh", "tanh_kept")
 MODES += ("gated", "gated_kept", "backward", "exp_sums")
@@ -304,23 +310,147 @@ def apart(a, b):
     return jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel())
 
 
+# ---- BERT ---------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def feed_forward(x, up, bias, down, tile: int):
+    return product(fused("gelu", tile, 1, x, up, bias), down)
+
+
+def feed_forward_saving(x, up, bias, down, tile):
+    y, kept = fused("gelu_kept", tile, 1, x, up, bias)
+    return product(y, down), (x, up, y, kept, down)
+
+
+def feed_forward_backward(tile, residuals, g):
+    x, up, y, kept, down = residuals
+    dkept, dbias = fused("backward", tile, 1, g, down, kept)
+    return product(dkept, up.T), product(x.T, dkept), dbias.astype(x.dtype), product(y.T, g)
+
+
+feed_forward.defvjp(feed_forward_saving, feed_forward_backward)
+
+
+class Pending(NamedTuple):
+    """The product of a feed-forward, until its bias and the next product are known."""
+
+    x: Any
+    kernel: Any
+    bias: Any = None
+
+
+@contextlib.contextmanager
+def with_fused_products(tile: int):
+    """The ops of a BERT whose feed-forward has fused products while it is traced here."""
+    layers = installed("jax_fastops.models._bert_layers")
+    dot = layers.dot
+
+    def dot_or_pending(x, kernel):
+        if isinstance(x, Pending):
+            tokens = x.x.reshape(-1, x.x.shape[-1])
+            bias = x.bias.astype(tokens.dtype)
+            return feed_forward(tokens, x.kernel, bias, kernel, tile).reshape(x.x.shape)
+        return Pending(x, kernel) if kernel.shape[1] == 4 * kernel.shape[0] else dot(x, kernel)
+
+    def bias_act(x, bias, *, activation):
+        if isinstance(x, Pending):
+            return x._replace(bias=bias)
+        return fo.bias_act(x, bias, activation=activation)
+
+    layers.dot = dot_or_pending
+    try:
+        yield bert.FASTOPS._replace(bias_act=bias_act)
+    finally:
+        layers.dot = dot
+
+
+def of_bert(shape: str, tile: int, step: bool) -> list[dict]:
+    """A forward in inference, or a step of pretraining: with the package's ops, and fused."""
+    job = installed("benchmarks.jobs.pretraining")
+    changes = dict(attention="cudnn", attention_dropout=0.0, vocab_size=job.VOCABULARY)
+    config = dataclasses.replace(bert.BASE, dropout=0.1 if step else 0.0, **changes)
+    batch = list(map(jnp.asarray, job.data(shape, config.vocab_size, "masked")))
+
+    def compiled(ops):
+        def loss(params, count, tokens, labels, inside, chosen):
+            key = jax.random.fold_in(jax.random.key(1), count)
+            hidden, _ = bert.apply(params, tokens, config, mask=inside, key=key, ops=ops)
+            return bert.masked_lm_loss(params, hidden, labels, config, positions=chosen, ops=ops)
+
+        def forward(params, tokens, labels, inside, chosen):
+            return params, bert.apply(params, tokens, config, mask=inside, ops=ops)[0]
+
+        begin, update = job.adamw(job.RATE, job.DECAY, loss)
+
+        def start():
+            params = bert.init(jax.random.key(0), config, mlm=True)
+            if step:
+                return begin(params)
+            return jax.tree.map(lambda a: a.astype(jnp.bfloat16) if a.ndim > 1 else a, params)
+
+        start = jax.jit(start)
+        function = jax.jit(update if step else forward, donate_argnums=0)
+        return start, function.lower(jax.eval_shape(start), *batch).compile()
+
+    programs = {"op": compiled(bert.FASTOPS)}
+    with with_fused_products(tile) as ops:
+        programs["fused"] = compiled(ops)
+    state = programs["op"][0]()
+    times, values = {name: [] for name in programs}, {}
+    calls = 10 if step else 20
+    for turn in range(6):
+        for name, (_, program) in random.sample(list(programs.items()), len(programs)):
+            state, _ = jax.block_until_ready(program(state, *batch))
+            begin = time.perf_counter()
+            for _ in range(calls):
+                state, values[name] = program(state, *batch)
+            jax.block_until_ready(state)
+            if turn:
+                times[name].append((time.perf_counter() - begin) / calls * 1e3)
+    kind = "step" if step else "forward"
+    sample = {
+        name: value.astype(jnp.float32).ravel()[:4].tolist() for name, value in values.items()
+    }
+    return [
+        dict(
+            trial=f"BERT {kind} {shape}",
+            form=f"cutlass {tile}" if name == "fused" else name,
+            ms=statistics.median(found),
+            all_ms=found,
+            temp_gb=temp_bytes(programs[name][1]) / 1e9,
+            sample=sample[name],
+        )
+        for name, found in times.items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--modules", type=Path, required=True, help="the folder of product0.so and product1.so")
     add("--trials", nargs="*", default=[""], help="by the beginning of their names")
     add("--rounds", type=int, default=8)
+    add("--bert", nargs="*", default=[], help="shapes of whole forwards and steps")
+    add("--tile", type=int, default=0, choices=(0, 1, 2), help="of BERT's products")
     add("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     register(options.modules)
     found = facts() | {"rows": []}
     path = options.out / f"fused_product-trial-{slug(found)}.json"
+
+    def keep(rows):
+        for row in rows:
+            print(json.dumps(row), flush=True)
+        found["rows"] += rows
+        path.write_text(json.dumps(found, indent=1))
+
     for name, make in trials().items():
         if name.startswith(tuple(options.trials)):
-            for row in measure(name, make, options.rounds):
-                print(json.dumps(row), flush=True)
-                found["rows"].append(row)
-            path.write_text(json.dumps(found, indent=1))
+            keep(measure(name, make, options.rounds))
+    for shape in options.bert:
+        keep(of_bert(shape, options.tile, False))
+        keep(of_bert(shape, options.tile, True))
 
 
 if __name__ == "__main__":
