@@ -1,11 +1,18 @@
 // A tiled product on Hopper's tensor cores (CUTLASS 4, sm_90a) with a fused consumer, for XLA.
 //
 // The trial asks what a product gains if its epilogue does the work of the pass that follows it. It
-// is no part of the package. trials/fused_product.py compiles it, checks its values, and times it
-// against XLA's product followed by a kernel of the package.
+// is no part of the package. fused_product.py checks its values, and times it against XLA's product
+// followed by a kernel of the package.
 //
 // x [m, k] and the result [m, n] are row-major, of bfloat16, with sums in float32. The weights are
 // [k, n], and [n, k] in kGeluBackward, the product of the gradient. `mode` is one of the Modes.
+//
+// Build, with C the folder `source` of the wheel nvidia-cutlass 4.2 (folder cutlass_library) and J
+// that of jax.ffi.include_dir(), for each M of 0 and 1:
+//
+//   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a --expt-relaxed-constexpr -DNDEBUG
+//     -DFASTOPS_CUDA -DTRIAL_MODULE=$M -I$C/include -I$C/tools/util/include -Isrc -isystem $J
+//     -Xcompiler=-fPIC -shared -cudart static -o product$M.so benchmarks/trials/fused_product.cu
 #include <cuda_runtime.h>
 
 #include <cstdint>
