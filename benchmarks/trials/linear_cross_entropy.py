@@ -40,7 +40,6 @@ BACKWARD = (
     " -> dlogits: ... v"
 )
 FORWARD = "logits: ... v, labels: ... :int32 -> loss: ... :acc, top: ... :acc, log_sum: ... :acc"
-NO_OPTIONS = {"label_smoothing": np.float64(0), "z_loss": np.float64(0)}
 
 
 class Form(NamedTuple):
@@ -56,35 +55,35 @@ FORMS = {
     "scan 4096, in place": Form(4096, in_place=True),
     "scan 8192, in place": Form(8192, in_place=True),
     "unrolled 4096, in place": Form(4096, unrolled=True, in_place=True),
-    "unrolled 8192, in place": Form(8192, unrolled=True, in_place=True),
     "all": Form(0),
     "all, in place": Form(0, in_place=True),
     "scan 2048, one pass": Form(2048, one_pass=True),
-    "scan 4096, one pass": Form(4096, one_pass=True),
-    "all, one pass": Form(0, one_pass=True),
+    "scan 4096, one pass": Form(4096, in_place=True, one_pass=True),
+    "scan 8192, one pass": Form(8192, in_place=True, one_pass=True),
+    "all, one pass": Form(0, in_place=True, one_pass=True),
 }
 
 
-def call(kernel: str, buffers: str, results, aliases, *operands):
+def call(kernel: str, buffers: str, results, aliases, *operands, **options):
     target = native.target_name(f"jax_fastops.{kernel}", "cuda")
     bound = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
-    return bound(*operands, buffers=buffers, **NO_OPTIONS)
+    return bound(*operands, buffers=buffers, **options)
 
 
 def losses_and_gradient(logits, labels, form: Form):
     """The loss of each token, and the gradient of their sum for the logits."""
-    row = jax.ShapeDtypeStruct(labels.shape, jnp.float32)
-    if form.one_pass:
-        with fo.use_implementation("native"):
-            dlogits = fo.softmax(logits)
-        return dlogits[..., 0].astype(jnp.float32), dlogits
-    losses, top, log_sum = call("cross_entropy", FORWARD, (row,) * 3, {}, logits, labels)
     like = jax.ShapeDtypeStruct(logits.shape, logits.dtype)
     aliases = {0: 0} if form.in_place else {}
-    ones = jnp.ones_like(losses)
-    return losses, call(
-        "cross_entropy_bwd", BACKWARD, like, aliases, logits, labels, top, log_sum, ones
-    )
+    if form.one_pass:
+        options = dict(log=np.bool_(False), scale=np.float64(1))
+        dlogits = call("softmax", "x: ... n -> y: ... n", like, aliases, logits, **options)
+        return dlogits[..., 0].astype(jnp.float32), dlogits
+    row = jax.ShapeDtypeStruct(labels.shape, jnp.float32)
+    options = {"label_smoothing": np.float64(0), "z_loss": np.float64(0)}
+    found = call("cross_entropy", FORWARD, (row,) * 3, {}, logits, labels, **options)
+    losses, top, log_sum = found
+    operands = logits, labels, top, log_sum, jnp.ones_like(losses)
+    return losses, call("cross_entropy_bwd", BACKWARD, like, aliases, *operands, **options)
 
 
 def total_and_gradients(x, table, labels, form: Form, class_axis: int):
