@@ -20,7 +20,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,10 +165,8 @@ def compiled(functions: dict[str, Callable], *args) -> dict[str, Any]:
     def one(name):
         return attempt(lambda: jax.jit(functions[name]).lower(*args).compile())
 
-    first, *others = functions  # XLA's choice of algorithms is known to the others
-    found = {first: one(first)}
-    with ThreadPoolExecutor(6) as pool:
-        found |= zip(others, pool.map(one, others), strict=True)
+    # One after the other: XLA times algorithms while it compiles.
+    found = {name: one(name) for name in functions}
     for name, program in found.items():
         if not isinstance(program, str):
             failed = attempt(lambda run=program: jax.block_until_ready(run(*args)) and None)
@@ -287,11 +284,8 @@ def of_step(names: list[str], layers: int, calls: int) -> list[dict]:
         step = jax.jit(update, donate_argnums=0).lower(shapes, *batch).compile()
         return start, step
 
-    first = one(losses["op"])
-    with ThreadPoolExecutor() as pool:
-        others = pool.map(one, [loss for name, loss in losses.items() if name != "op"])
-        programs = dict(zip(losses, [first, *others], strict=True))
-    state = jax.block_until_ready(first[0]())
+    programs = {name: one(loss) for name, loss in losses.items()}
+    state = jax.block_until_ready(programs["op"][0]())
     times: dict[str, list[float]] = {name: [] for name in programs}
     values = {}
     for turn in range(4):
