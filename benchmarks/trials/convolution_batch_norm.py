@@ -483,8 +483,12 @@ def main() -> None:
     small = [Layer(4, 14, 64, 32 * window, window, d) for d in options.dtypes for window in (1, 3)]
     # All is built before anything is timed, because XLA runs kernels while it compiles.
     pool, compilers = ThreadPoolExecutor(options.threads), ThreadPoolExecutor(4)
+    few, many = options.plans, 5  # a plan of the generic engines takes a second to build
     graphs = {
-        layer: [pool.submit(library.graph, of, layer, options.plans) for of in kinds(layer)]
+        layer: [
+            pool.submit(library.graph, of, layer, few if "sums" in of else many)
+            for of in kinds(layer)
+        ]
         for _, layer in wanted
     }
     checks = [
