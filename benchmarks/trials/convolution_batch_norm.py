@@ -40,6 +40,7 @@ fo = installed("jax_fastops")
 
 SUMS = {"sums", "stats", "dbn"}
 IDS = "x w y sum sum2 scale bias mean rsigma dx bn_x z extra0 extra1 extra2".split()
+PARTS = 32  # rows of sums that the product writes
 WORKSPACE = 512 * measure.MIB
 EPS = 1e-5
 
@@ -165,6 +166,36 @@ class Graph:
         self.plan = min(times, key=times.get)
 
 
+@dataclass
+class Product:
+    """The same by product_sums.cu, for 1x1 convolutions in bfloat16."""
+
+    native: ctypes.CDLL
+    words: str
+    layer: Layer
+    problem: str = ""
+    seconds: float = 0.0
+    plans = ("product_sums",)
+    plan = 0
+
+    def choose(self, buffers: dict) -> None:
+        pass
+
+    def __call__(self, buffers: dict) -> None:
+        layer, has = self.layer, self.words.split()
+        names = ["x", "w", None, None, None, "y", "parts", "parts2"]
+        if has[0] == "data":
+            other = "x" if "add" in has else None
+            names = ["y", "w_transposed", other, "bn_x", "z", "dx", "parts", "parts2"]
+        pointers = [name and buffers[name].unsafe_buffer_pointer() for name in names]
+        n, k = (layer.k, layer.c) if has[0] == "forward" else (layer.c, layer.k)
+        sizes = (layer.n * layer.size**2, n, k, PARTS)
+        if error := self.native.product_sums(
+            *map(ctypes.c_void_p, pointers), *map(ctypes.c_int64, sizes)
+        ):
+            raise RuntimeError(f"{self.words}, {layer.label}: error {error}")
+
+
 @partial(jax.jit, static_argnums=(0, 1))
 def buffers(layer: Layer, forward: bool) -> dict:
     """Arrays for each name of a graph. Those of channels have enough for ``x`` and ``y``."""
@@ -179,6 +210,9 @@ def buffers(layer: Layer, forward: bool) -> dict:
         if name not in made:
             value = jax.random.uniform(next(keys), (wide,), jnp.float32, 0.5, 1.5)
             made[name] = value - 1.0 if name in ("mean", "bias") else value
+    made["w_transposed"] = jnp.swapaxes(made["w"], 0, 3)
+    for name in ("parts", "parts2"):
+        made[name] = jax.random.uniform(next(keys), (PARTS, layer.k if forward else layer.c))
     if forward:  # parameters of the prologue have the arrays' dtype
         made |= {name: made[name].astype(layer.dtype) for name in ("scale", "bias")}
     made["workspace"] = jnp.zeros(WORKSPACE, jnp.uint8)
@@ -238,11 +272,13 @@ def expected(words: str, layer: Layer, b: dict) -> dict:
     return dict(dx=g, sum=g.sum(axes), sum2=(g * other).sum(axes))
 
 
-def error(graph: Graph, given: dict) -> dict:
+def error(graph: Graph | Product, given: dict) -> dict:
     """The largest error of each result, over the largest value."""
     right = expected(graph.words, graph.layer, given)
     for _ in range(2):  # the second call shows whether sums are cleared
         graph(given)
+    if "product" in graph.words:
+        given = given | {"sum": (given["parts"] + 0).sum(0), "sum2": (given["parts2"] + 0).sum(0)}
     wanted = {"dx", "y", "w"} & right.keys()
     if SUMS & set(graph.words.split()):
         wanted |= {"sum", "sum2"}
@@ -291,6 +327,7 @@ def forward(x, w, scale, bias):
 
 def applied(y, total, squares, scale, bias):
     """Batch norm and ReLU from the sums of a convolution's epilogue."""
+    total, squares = (a.sum(0) if a.ndim == 2 else a for a in (total, squares))
     count, n = y.size // y.shape[-1], y.shape[-1]
     mean = total[:n] / count
     factor = scale[:n] * jax.lax.rsqrt(squares[:n] / count - mean * mean + EPS)
@@ -299,6 +336,7 @@ def applied(y, total, squares, scale, bias):
 
 def gradient(g, x, total, products, mean, rsigma, scale):
     """The gradient of batch norm's input from the sums of a data gradient's epilogue."""
+    total, products = (a.sum(0) if a.ndim == 2 else a for a in (total, products))
     count, n = x.size // x.shape[-1], x.shape[-1]
     total, products, mean, rsigma = (a[:n] for a in (total, products, mean, rsigma))
     slope = (products - mean * total) * rsigma * rsigma / count
@@ -355,6 +393,13 @@ def xla_programs(layer: Layer) -> dict[str, Program]:
     return programs
 
 
+def products(native: ctypes.CDLL | None, layer: Layer) -> list[Product]:
+    if native is None or layer.window > 1 or layer.dtype != "bfloat16":
+        return []
+    data = "data add bits product sums" if layer.c > layer.k else "data bits product sums"
+    return [Product(native, words, layer) for words in ("forward product sums", data)]
+
+
 def kinds(layer: Layer) -> list[str]:
     """The graphs that are timed for a layer."""
     wide = layer.window == 1 and layer.c > layer.k
@@ -367,6 +412,7 @@ def kinds(layer: Layer) -> list[str]:
     return found
 
 
+SMALL_PRODUCTS = (Layer(4, 16, 256, 64, 1), Layer(4, 16, 64, 128, 1), Layer(4, 16, 128, 512, 1))
 CHECKED = {
     "bfloat16": (
         "forward stats",
@@ -387,24 +433,26 @@ class Prepared:
 
     buffers: dict[bool, dict]
     programs: dict[str, Program]
-    after: dict[bool, Program]  # what follows a graph with sums
+    after: dict[tuple[bool, bool], Program]  # what follows sums: forward?, by the product?
 
 
 def prepare(layer: Layer) -> Prepared:
     arrays = {ahead: buffers(layer, ahead) for ahead in (True, False)}
-    forward_args = [arrays[True][k] for k in ("y", "sum", "sum2", "scale", "bias")]
-    names = ("dx", "bn_x", "sum", "sum2", "mean", "rsigma", "scale")
-    after = {
-        True: Program.of("applied", applied, *forward_args),
-        False: Program.of("gradient", gradient, *(arrays[False][k] for k in names)),
-    }
+    after = {}
+    for product, sums in ((False, ("sum", "sum2")), (True, ("parts", "parts2"))):
+        args = [arrays[True][name] for name in ("y", *sums, "scale", "bias")]
+        after[True, product] = Program.of("applied", applied, *args)
+        args = [arrays[False][k] for k in ("dx", "bn_x", *sums, "mean", "rsigma", "scale")]
+        after[False, product] = Program.of("gradient", gradient, *args)
     programs = xla_programs(layer)
     for program in (*programs.values(), *after.values()):
         program.compile()
     return Prepared(arrays, programs, after)
 
 
-def time_layer(layer: Layer, graphs: list[Graph], prepared: Prepared, rounds: int) -> dict:
+def time_layer(
+    layer: Layer, graphs: list[Graph | Product], prepared: Prepared, rounds: int
+) -> dict:
     row: dict = {"layer": layer.label, "times_us": {}, "plans": {}, "problems": {}}
     timed = dict(prepared.programs)
     for graph in graphs:
@@ -417,7 +465,8 @@ def time_layer(layer: Layer, graphs: list[Graph], prepared: Prepared, rounds: in
         row["plans"][graph.words] = graph.plans[graph.plan]
         timed[graph.words] = Sequence(graph, prepared.buffers[ahead])
         if SUMS & set(graph.words.split()):
-            after = Sequence(graph, prepared.buffers[ahead], prepared.after[ahead])
+            program = prepared.after[ahead, "product" in graph.words]
+            after = Sequence(graph, prepared.buffers[ahead], program)
             timed[f"{graph.words}, batch norm"] = after
     names = list(timed)
     turns = [index for _ in range(rounds) for index in random.sample(range(len(names)), len(names))]
@@ -438,7 +487,7 @@ def time_layer(layer: Layer, graphs: list[Graph], prepared: Prepared, rounds: in
 # ---- the whole -----------------------------------------------------------------------------------
 
 
-def prediction(rows: dict) -> dict:
+def prediction(rows: dict, product: bool) -> dict:
     """Milliseconds that a step would gain, if each layer takes the faster form."""
     total = {"forward": 0.0, "backward": 0.0}
     for (stage, index), row in rows.items():
@@ -450,7 +499,8 @@ def prediction(rows: dict) -> dict:
             ours = [
                 value
                 for key, value in times.items()
-                if key.startswith(name) and key.endswith(", batch norm") and "prologue" not in key
+                if key.startswith(name) and key.endswith(", batch norm")
+                if "prologue" not in key and (product or "product" not in key)
             ]
             if base and ours:
                 total[side] += max(base - min(ours), 0.0) * number / 1e3
@@ -460,6 +510,7 @@ def prediction(rows: dict) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--library", type=Path, required=True)
+    parser.add_argument("--product", type=Path, help="product_sums.cu as a library")
     parser.add_argument("--out", type=Path, default=Path("build"))
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--plans", type=int, default=3)
@@ -472,6 +523,7 @@ def main() -> None:
     options = parser.parse_args()
     start = time.perf_counter()
     library = Library(options.library)
+    product = ctypes.CDLL(str(options.product)) if options.product else None
     results = Results(options.out, "convolution-batch-norm", batch=options.batch)
     wanted = [
         ((stage, index), layer)
@@ -509,16 +561,23 @@ def main() -> None:
             print(f"no time for {layer.label}", flush=True)
             continue
         found = [future.result() for future in graphs[layer] if done(future)]
+        found += products(product, layer)
         row = time_layer(layer, found, prepared.pop(layer).result(), options.rounds)
         row["seconds"] = {graph.words: graph.seconds for graph in found}
         results.add("rows", row)
         rows.setdefault(layer.dtype, {})[place] = row
         shown = {key: value for key, value in row.items() if key != "kernels"}
         print(f"{time.perf_counter() - start:.0f} s", json.dumps(shown), flush=True)
-    results["prediction"] = {dtype: prediction(rows[dtype]) for dtype in rows}
-    print(results["prediction"], flush=True)
-    for future in filter(done, checks):
-        results.add("checks", check(future.result()))
+    results["prediction_ms"] = {
+        f"{dtype}, {'with' if by else 'without'} the product": prediction(rows[dtype], by)
+        for dtype in rows
+        for by in (False, True)
+    }
+    print(results["prediction_ms"], flush=True)
+    checked = [future.result() for future in filter(done, checks)]
+    checked += [one for layer in SMALL_PRODUCTS for one in products(product, layer)]
+    for graph in checked:
+        results.add("checks", check(graph))
     results.end()
     os._exit(0)  # builds that are late would hold the process
 
@@ -527,7 +586,7 @@ def done(future: Future) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None
 
 
-def check(graph: Graph) -> dict:
+def check(graph: Graph | Product) -> dict:
     row: dict = {"graph": graph.words, "layer": graph.layer.label}
     try:
         if graph.problem:
