@@ -31,6 +31,8 @@ __device__ void CopyAsync(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
 
+__device__ void PrefetchToL2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // A tile has rows of 128 bytes, whose 16-byte words are permuted against bank conflicts.
 __device__ uint32_t WordOffset(int row, int word) { return row * 128 + ((word ^ (row & 7)) << 4); }
 
@@ -83,6 +85,16 @@ __global__ void __launch_bounds__(kThreads, 2) ProductSums(const Arrays p) {
     asm volatile("cp.async.commit_group;");
   };
   for (int step = 0; step < kStages - 1; ++step) load(step);
+  if (kBackward) {  // what the epilogue reads is on its way while the product is computed
+    constexpr int kLines = kColumns / 64;
+    if (threadIdx.x < kRows * kLines) {
+      const int64_t row = m0 + threadIdx.x / kLines;
+      const int64_t at = row * p.n + n0 + threadIdx.x % kLines * 64;
+      PrefetchToL2(p.x + at);
+      if (p.other != nullptr) PrefetchToL2(p.other + at);
+      PrefetchToL2(p.bits + at / 8);
+    }
+  }
 
   float c[2][2 * kPairs][4] = {};
   for (int step = 0; step < steps; ++step) {
