@@ -19,11 +19,10 @@ with the headers of the wheels nvidia-cudnn-frontend and nvidia-cudnn-cu13.
 import argparse
 import ctypes
 import json
-import os
 import random
 import statistics
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -105,7 +104,6 @@ class Library:
         sizes = (layer.n, layer.size, layer.c, layer.k, layer.window, half)
         graph, nbytes = ctypes.c_void_p(), ctypes.c_int64()
         message = ctypes.create_string_buffer(4000)
-        start = time.perf_counter()
         count = self.native.trial_new(
             words.encode(),
             (ctypes.c_int64 * 6)(*sizes),
@@ -117,10 +115,9 @@ class Library:
             ctypes.c_size_t(len(message)),
         )
         text = message.value.decode(errors="replace")
-        seconds = time.perf_counter() - start
         names = text.split(";") if count > 0 else []
         problem = "" if count > 0 else text
-        return Graph(self.native, words, layer, graph, nbytes.value, names, problem, seconds)
+        return Graph(self.native, words, layer, graph, nbytes.value, names, problem)
 
 
 @dataclass
@@ -134,7 +131,6 @@ class Graph:
     workspace_bytes: int
     plans: list[str]
     problem: str
-    seconds: float
     plan: int = 0
 
     def __call__(self, buffers: dict) -> None:
@@ -174,7 +170,6 @@ class Product:
     words: str
     layer: Layer
     problem: str = ""
-    seconds: float = 0.0
     plans = ("product_sums",)
     plan = 0
 
@@ -444,10 +439,7 @@ def prepare(layer: Layer) -> Prepared:
         after[True, product] = Program.of("applied", applied, *args)
         args = [arrays[False][k] for k in ("dx", "bn_x", *sums, "mean", "rsigma", "scale")]
         after[False, product] = Program.of("gradient", gradient, *args)
-    programs = xla_programs(layer)
-    for program in (*programs.values(), *after.values()):
-        program.compile()
-    return Prepared(arrays, programs, after)
+    return Prepared(arrays, xla_programs(layer), after)
 
 
 def time_layer(
@@ -509,20 +501,17 @@ def prediction(rows: dict, product: bool) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--library", type=Path, required=True)
+    parser.add_argument("--library", type=Path, help="convolution_batch_norm.cc as a library")
     parser.add_argument("--product", type=Path, help="product_sums.cu as a library")
     parser.add_argument("--out", type=Path, default=Path("build"))
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--plans", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--build", type=float, default=300, help="seconds for building")
-    parser.add_argument("--budget", type=float, default=600, help="seconds until the last layer")
     parser.add_argument("--threads", type=int, default=12)
     parser.add_argument("--sides", type=int, nargs="*", default=[56, 28, 14, 7])
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float16"])
     options = parser.parse_args()
-    start = time.perf_counter()
-    library = Library(options.library)
+    library = Library(options.library) if options.library else None
     product = ctypes.CDLL(str(options.product)) if options.product else None
     results = Results(options.out, "convolution-batch-norm", batch=options.batch)
     wanted = [
@@ -533,57 +522,43 @@ def main() -> None:
         for index, layer in enumerate(layers(options.batch, size, width, dtype))
     ]
     small = [Layer(4, 14, 64, 32 * window, window, d) for d in options.dtypes for window in (1, 3)]
-    # All is built before anything is timed, because XLA runs kernels while it compiles.
-    pool, compilers = ThreadPoolExecutor(options.threads), ThreadPoolExecutor(4)
-    few, many = options.plans, 5  # a plan of the generic engines takes a second to build
-    graphs = {
-        layer: [
-            pool.submit(library.graph, of, layer, few if "sums" in of else many)
-            for of in kinds(layer)
+    # cuDNN's kernels are compiled by many threads. XLA's are not, because XLA times them meanwhile.
+    few, many = options.plans, 5  # a plan of the generic engines takes a second
+    pool = ThreadPoolExecutor(options.threads)
+    graphs, checks = {}, []
+    if library:
+        graphs = {
+            layer: [
+                pool.submit(library.graph, of, layer, few if "sums" in of else many)
+                for of in kinds(layer)
+            ]
+            for _, layer in wanted
+        }
+        checks = [
+            pool.submit(library.graph, words, layer, 1)
+            for layer in small
+            for words in dict.fromkeys([*kinds(layer), *CHECKED[layer.dtype]])
         ]
-        for _, layer in wanted
-    }
-    checks = [
-        pool.submit(library.graph, words, layer, 1)
-        for layer in small
-        for words in dict.fromkeys([*kinds(layer), *CHECKED[layer.dtype]])
-    ]
-    prepared = {layer: compilers.submit(prepare, layer) for _, layer in wanted}
-    every = [*prepared.values(), *checks, *(f for futures in graphs.values() for f in futures)]
-    _, late = wait(every, timeout=options.build)
-    for future in late:
-        future.cancel()
-    wait(every, timeout=10)  # those that had started
-    print(f"{len(late)} of {len(every)} late, {time.perf_counter() - start:.0f} s", flush=True)
     rows: dict[str, dict] = {}
     for place, layer in wanted:
-        if not done(prepared[layer]) or time.perf_counter() - start > options.budget:
-            print(f"no time for {layer.label}", flush=True)
+        found = [future.result() for future in graphs.get(layer, ())] + products(product, layer)
+        if not found:
             continue
-        found = [future.result() for future in graphs[layer] if done(future)]
-        found += products(product, layer)
-        row = time_layer(layer, found, prepared.pop(layer).result(), options.rounds)
-        row["seconds"] = {graph.words: graph.seconds for graph in found}
+        row = time_layer(layer, found, prepare(layer), options.rounds)
         results.add("rows", row)
         rows.setdefault(layer.dtype, {})[place] = row
-        shown = {key: value for key, value in row.items() if key != "kernels"}
-        print(f"{time.perf_counter() - start:.0f} s", json.dumps(shown), flush=True)
+        print(json.dumps({key: row[key] for key in row if key != "kernels"}), flush=True)
     results["prediction_ms"] = {
         f"{dtype}, {'with' if by else 'without'} the product": prediction(rows[dtype], by)
         for dtype in rows
         for by in (False, True)
     }
     print(results["prediction_ms"], flush=True)
-    checked = [future.result() for future in filter(done, checks)]
+    checked = [future.result() for future in checks]
     checked += [one for layer in SMALL_PRODUCTS for one in products(product, layer)]
     for graph in checked:
         results.add("checks", check(graph))
     results.end()
-    os._exit(0)  # builds that are late would hold the process
-
-
-def done(future: Future) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def check(graph: Graph | Product) -> dict:
