@@ -364,6 +364,31 @@ def test_a_call_with_products_that_loses_in_a_step_stays_in_the_forward(cache, t
     assert calls(fo.autofuse(loss, tune=True), *args) == 1
 
 
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    "kernel, plain_bytes, kernel_bytes, taken",
+    [
+        (1.09, 4 * GB, GB, True),
+        (1.09, 4 * GB, 2 * GB, True),
+        (1.09, 4 * GB, 2.1 * GB, False),  # more than half is left
+        (1.09, 0.26 * GB, 0, True),
+        (1.09, 0.24 * GB, 0, False),  # less than 250 MB
+        (1.11, 4 * GB, 0, False),  # more than 10% slower
+        (1.01, 4 * GB, GB, True),  # times that decide nothing
+        (0.95, 0, 4 * GB, True),  # only the memory that the kernel saves counts
+    ],
+)
+def test_memory_is_worth_some_time(cache, times, kernel, plain_bytes, kernel_bytes, taken):
+    times["forward"] = Times(1.0, kernel, plain_bytes, kernel_bytes)
+    assert calls(fo.autofuse(block, tune=True), *BLOCK) == taken
+    _decisions.clear()
+    for tune in (True, False):  # likewise from the cache
+        assert calls(fo.autofuse(block, tune=tune), *BLOCK) == taken
+    assert times["timed"] == ["layer_norm"]
+
+
 @pytest.mark.parametrize("forward", [True, False])
 @pytest.mark.parametrize("step", [True, False])
 def test_a_region_is_decided_for_each_phase(cache, times, forward, step):
@@ -378,7 +403,8 @@ def test_a_region_is_decided_for_each_phase(cache, times, forward, step):
     assert times["timed"] == ["layer_norm"]
     report = fo.autofuse.report(tuned)(*BLOCK)
     text = [r.why for r in report.replaced] or [m.reason for m in report.missed]
-    assert "region layer_norm, measured: forward" in text[0] and "s by kernel, 1e+03 ms" in text[0]
+    assert "region layer_norm, measured: forward" in text[0]
+    assert "s (0 B) by kernel, 1e+03 ms (0 B) plain" in text[0]
     want = jax.grad(loss_of(block), (0, 1, 2, 3))(*BLOCK)
     for f in (gradient, jax.jit(gradient), jax.grad(jax.checkpoint(loss_of(tuned)), (0, 1, 2, 3))):
         for a, b in zip(f(*BLOCK), want, strict=True):
@@ -496,7 +522,7 @@ def test_a_process_reads_what_another_one_measured(cache, times, monkeypatch):
     for tune in (True, False):  # also without ``tune``
         f = fo.autofuse(block, tune=tune)
         assert calls(f, *BLOCK) == 0
-        assert "cached: forward 2e+03 ms" in fo.autofuse.report(f)(*BLOCK).replaced[0].why
+        assert "cached: forward 2e+03 ms (0 B) by" in fo.autofuse.report(f)(*BLOCK).replaced[0].why
 
 
 def test_a_process_keeps_its_decisions(cache, times):
@@ -513,7 +539,7 @@ def test_a_process_keeps_its_decisions(cache, times):
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "null", '{"forward": 1}', '{"forward": [1, -1]}', '{"forward": [1, "x"]}',
-     '{"forward": [NaN, 1]}', '{"step": [1]}', "\udcff"],
+     '{"forward": [NaN, 1]}', '{"forward": [1, 1, Infinity, 0]}', '{"step": [1]}', "\udcff"],
 )  # fmt: skip
 def test_a_file_that_is_no_decision_is_ignored(cache, times, text):
     calls(fo.autofuse(block, tune=True), *BLOCK)
@@ -588,6 +614,7 @@ def test_all_regions_of_a_model_run(cache):
     np.testing.assert_allclose(tuned(*args), model(*args), rtol=1e-4)
     data = [json.loads(file.read_text()) for file in cache.iterdir()]
     assert len(data) == 4 and all({"forward", "step"} <= set(one) for one in data)
+    assert any(Times(*one["step"]).plain_bytes > 0 for one in data)
 
 
 def test_inputs_are_what_programs_have():

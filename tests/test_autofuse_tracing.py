@@ -1,5 +1,7 @@
 """`autofuse`: what patterns declare so that few are traced, derivatives that are traced once, and
-norms that are nearly ours or of a sum that nothing else needs."""
+norms that are nearly ours or of a sum that nothing else needs, and the steps of long programs."""
+
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,43 @@ def test_patterns_have_what_they_say_that_they_need(rank):
             assert found >= pattern.reductions(rank, axis)
             if not pattern.fixed:
                 assert found == pattern.reductions(rank, axis)
+
+
+def steps(f, *args):
+    """The Python functions that a report calls, and a trace of the program."""
+    count = 0
+
+    def profile(frame, event, _):
+        nonlocal count
+        count += event == "call" and "autofuse" in frame.f_code.co_filename
+
+    sys.setprofile(profile)
+    try:
+        fo.autofuse.report(f)(*args)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x, i: x * (1.5 + i),
+        lambda x, i: (x / (1.5 + i)).astype(jnp.bfloat16).astype(jnp.float32),
+    ],
+)
+def test_steps_grow_with_the_length_of_a_program(step):
+    def chain(count):
+        def f(x):
+            for i in range(count):
+                x = step(x, i)
+            return x
+
+        return f
+
+    x = jnp.ones((4, 8))
+    steps(chain(10), x)  # patterns are traced once
+    assert steps(chain(160), x) < 2.6 * steps(chain(80), x)
 
 
 def layer_norm(x):

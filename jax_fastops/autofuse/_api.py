@@ -56,7 +56,8 @@ class autofuse(Generic[_P, _T]):
       fn: a function of arrays.
       tune: whether a trace measures what it does not know yet. Patterns and the element-wise
         operations next to them are compiled with and without the ops, and timed on the default
-        device, forward and with gradients. The times are kept in files in the folder
+        device, forward and with gradients. The faster form is taken, but a form with the ops that
+        needs much less memory may be up to 10% slower. The times are kept in files in the folder
         ``JAX_FASTOPS_CACHE`` (default: ``~/.cache/jax_fastops``), which later functions read, with
         ``tune`` or without. Nothing is measured or read in a program of several processes, nor in
         one of several devices outside of ``jax.shard_map``.

@@ -2,11 +2,12 @@
 
 The rule, for a phase (a forward without a gradient, or a step):
 
-1. If the region was measured, now or before, and the times of both forms differ by more than 2%,
-   the faster one is taken.
-2. Else, on a GPU, the reference is taken if the model of bytes (``_cost.py``) speaks against the
+1. If the region was measured, now or before, and the form with the calls has much less memory for
+   temporary arrays (at most half, and 250 MB less), it is taken unless it is more than 10% slower.
+2. Else, if the measured times of both forms differ by more than 2%, the faster one is taken.
+3. Else, on a GPU, the reference is taken if the model of bytes (``_cost.py``) speaks against the
    calls.
-3. Else the table decides for each call.
+4. Else the table decides for each call.
 
 A call that stands for products, such as ``linear_cross_entropy``, is another algorithm than the
 program's. If it loses in a step, it is left in the forward, too: its reference is slower than the
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jax_fastops import _native
+from jax_fastops import _explain, _native
 from jax_fastops._dispatch import lowering_platform
 from jax_fastops._implementation import Chosen
 from jax_fastops._version import __version__
@@ -41,7 +42,9 @@ from jax_fastops.autofuse._rule import Rewrite
 from jax_fastops.autofuse._tune import PHASES, Times
 
 _SAME = 0.02  # a difference that two measurements of one program may have
-_FORMAT = 1  # of a file
+_MUCH = 250e6  # bytes of memory, which are worth some time
+_SLOWER = 0.1  # this part of the time of the region
+_FORMAT = 2  # of a file
 
 
 class Verdict(NamedTuple):
@@ -107,10 +110,8 @@ def _verdict(region: Region, times: Measured, source: str, platform: str) -> Ver
     for phase in PHASES:
         choice = None
         if phase in times:
-            plain, kernel = times[phase]
-            texts.append(f"{phase} {_seconds(kernel)} by kernel, {_seconds(plain)} plain")
-            if abs(kernel - plain) > _SAME * plain:
-                choice = kernel < plain
+            texts.append(f"{phase} {_text(times[phase])}")
+            choice = _choice(times[phase])
         if choice is None and platform == "cuda":
             if (moved := _cost.more_bytes(region, phase == "step")) is not None:
                 choice = False
@@ -125,8 +126,23 @@ def _verdict(region: Region, times: Measured, source: str, platform: str) -> Ver
     return Verdict(Chosen(platform, *choices), f"region {region}, {where}{'; '.join(texts)}")
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+def _choice(times: Times) -> bool | None:
+    """Whether measurements speak for the calls, or ``None`` if the forms are alike."""
+    saved = times.plain_bytes - times.kernel_bytes
+    if saved >= max(_MUCH, times.plain_bytes / 2) and times.kernel <= (1 + _SLOWER) * times.plain:
+        return True
+    if abs(times.kernel - times.plain) > _SAME * times.plain:
+        return times.kernel < times.plain
+    return None
+
+
+def _text(times: Times) -> str:
+    def of(seconds: float, size: float) -> str:
+        time = f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+        return f"{time} ({_explain.size(int(size))})"
+
+    kernel, plain = of(times.kernel, times.kernel_bytes), of(times.plain, times.plain_bytes)
+    return f"{kernel} by kernel, {plain} plain"
 
 
 # ---- what was measured ---------------------------------------------------------------------------
@@ -183,7 +199,7 @@ def _read(key: str) -> Measured:
         times = {phase: Times(*map(float, data[phase])) for phase in PHASES if phase in data}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
-    return times if all(0 < s < float("inf") for t in times.values() for s in t) else {}
+    return times if all(0 <= x < float("inf") for t in times.values() for x in t) else {}
 
 
 def _write(key: str, times: Measured, name: str) -> None:

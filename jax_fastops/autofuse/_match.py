@@ -28,6 +28,8 @@ from jax_fastops.autofuse._value import (
     reductions,
 )
 
+# A match in the tests has up to 95 values and 218 steps. A chain of thousands of sums ends here.
+_MAX_INNER, _MAX_STEPS = 200, 800
 _COMMUTATIVE = {"max", "min", "eq", "ne", "and", "or"}
 
 
@@ -81,7 +83,7 @@ class Matcher:
         self._eps = 0.0  # of the narrowest dtype of a number of the program
         self.seen: tuple[Value, ...] = ()
         self.stopped: Value | None = None
-        self._budget = 2000  # steps, so that a strange program costs no more
+        self._budget = _MAX_STEPS
 
     def __call__(self, formula: Formula, root: Value, start: State | None = None) -> State | None:
         """The match of a result, with the leaves of another match or any."""
@@ -91,6 +93,10 @@ class Matcher:
             if self._near(ratio, formula.factor):
                 return state
         return None
+
+    def _may_go_on(self, state: State) -> bool:
+        self._budget -= 1
+        return self._budget >= 0 and len(state.inner) < _MAX_INNER
 
     def _near(self, a: float, b: float) -> bool:
         """Whether two numbers differ by no more than a rounding, if the program rounds any."""
@@ -110,8 +116,7 @@ class Matcher:
 
     def _match(self, formula, place: Map, view: View, state: State) -> Iterator:
         """States, and the number that the formula must be multiplied with to give the value."""
-        self._budget -= 1
-        if self._budget < 0:
+        if not self._may_go_on(state):
             return
         if isinstance(formula, Leaf):
             if (bound := self._bind(formula, place, view, state)) is not None:
@@ -203,7 +208,7 @@ class Matcher:
                     yield from self._sum(formula, others, rest, total, new, after)
         source = view.source(narrowing=True)
         terms = source.value.terms
-        if terms is None or len(rest) > len(left):
+        if terms is None or len(rest) > len(left) or not self._may_go_on(state):
             return
         if len(terms) == 1 and abs(terms[0][0]) != 1:
             self._round(source.value)
@@ -257,7 +262,7 @@ class Matcher:
                     yield from self._product(others, rest, total * r**exponent, after)
         source = view.source(narrowing=True)
         factors = source.value.factors
-        if factors is None or exponent != int(exponent):
+        if factors is None or exponent != int(exponent) or not self._may_go_on(state):
             return
         if len(rest) > sum(max(1, abs(own)) for _, _, own in left):
             return

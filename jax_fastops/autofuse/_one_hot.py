@@ -25,6 +25,7 @@ from jax_fastops.autofuse._value import USED, Value, View, compose, values_betwe
 
 NAME = "cross_entropy of one_hot"
 _MAX_TERMS = 6
+_MAX_STEPS = 20
 _MAX_DEPTH = 20
 _MAX_NODES = 60
 _Z_LOSS = Pattern("", lambda x, axis: jax.nn.logsumexp(x, axis) ** 2, ("x",), jax.nn.logsumexp)
@@ -255,14 +256,16 @@ def _counts(value: Value, n: int) -> bool:
 def _terms(value: Value) -> Iterator[tuple[float, Value, tuple[Value, ...]]]:
     """The summands of a value with their factors, and the values that each goes through."""
     left: list[tuple[float, Value, tuple[Value, ...]]] = [(1.0, value, ())]
+    steps = 0  # a program may scale an array a thousand times
     while left:
         factor, value, passed = left.pop()
         source = value.whole_source(narrowing=True)
         if source is not None:
             value, passed = source.value, (*passed, *source.passed, source.value)
+        steps += 1
         terms = value.terms or []
         same = source is not None and all(v.shape == value.shape for _, v in terms)
-        if terms and same and len(left) < _MAX_TERMS:
+        if terms and same and len(left) < _MAX_TERMS and steps < _MAX_STEPS:
             left += [(factor * own, v, passed) for own, v in terms]
         else:
             yield factor, value, passed

@@ -1,4 +1,4 @@
-"""Times the two forms of regions on the device of the process."""
+"""Measures the two forms of regions on the device of the process: times and memory."""
 
 from __future__ import annotations
 
@@ -37,10 +37,13 @@ _BATCH, _BUDGET = 2e-3, 0.04  # seconds of a batch of runs, and of all runs of a
 
 
 class Times(NamedTuple):
-    """Seconds of a run of a region, plain and with the calls of ops."""
+    """Seconds of a run of a region, plain and with the calls of ops, and bytes of its temporary
+    arrays."""
 
     plain: float
     kernel: float
+    plain_bytes: float = 0
+    kernel_bytes: float = 0
 
 
 def why_not() -> str:
@@ -245,12 +248,20 @@ def _timed(region: Region, runs: dict[tuple[str, bool], Any]) -> dict[str, Times
         try:
             inputs = [_inputs(region, phase, rng) for _ in range(_copies(region, phase))]
             seconds = seconds_of([functools.partial(run, inputs) for run in both])
-            found[phase] = Times(*(s / len(inputs) for s in seconds))
+            found[phase] = Times(*(s / len(inputs) for s in seconds), *map(_temporary_bytes, both))
         except Exception:  # it does not fit into memory
             continue
         finally:
             inputs = []
     return found
+
+
+def _temporary_bytes(compiled: Any) -> int:
+    """The memory that a program takes in addition to its arguments and results, if it is known.
+
+    The copies of a region run one after the other, so they share it.
+    """
+    return getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
 
 
 def seconds_of(functions: Sequence[Callable[[], Any]]) -> list[float]:
