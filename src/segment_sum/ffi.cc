@@ -1,0 +1,33 @@
+// The handler of sums by segment. jax_fastops/segment_sum.py declares its buffers.
+#include "core/ffi/handler.h"
+#include "segment_sum/segment_sum.h"
+
+namespace jax_fastops {
+namespace {
+
+ffi::Error Sum(Call& call, Queue queue) {
+  using C = SegmentSumCall;
+  C c = {};
+  c.dtype = call.Type();
+  c.wide = call.Wide("y");
+  c.batch = call.Batch();
+  c.rows = call.Size("r");
+  c.columns = call.AxisOf("x", "c").size;
+  c.segments = call.Size("s");
+  c.tiles = call.Size("tiles", 0);
+  c.tile = call.Attribute<int64_t>("tile");
+  call.Fill(&c, "x", &C::x, "ids", &C::ids, "order?", &C::order, "y", &C::y, "parts?", &C::parts);
+  // Ids are the same for all columns, and may be the same for all of the batch.
+  c.step = call.AxisOf("ids", "c").size;
+  const int64_t ids = call.Elements("ids");
+  c.id_bytes = ids == 0 ? 4 : static_cast<int>(call.Bytes("ids") / ids);
+  c.batch_step = ids == c.rows * c.step ? 0 : c.rows;
+  call.Require(c.batch_step == 0 || ids == c.batch * c.rows * c.step, "ids",
+               "has neither one index of the batch nor all of them");
+  return call.Run([&] { return backend::SegmentSum(c, queue); });
+}
+
+FASTOPS_HANDLER("segment_sum", Sum, LoadSegmentSumKernels);
+
+}  // namespace
+}  // namespace jax_fastops
