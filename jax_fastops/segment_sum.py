@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from jax_fastops._arguments import FLOATING, as_arrays, integer, not_weak, one_of
 from jax_fastops._dispatch import Refused, row_features
-from jax_fastops._kernel import Kernel, match_varying, partitions
+from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op
 from jax_fastops._registry import constant, example
 from jax_fastops._shards import shards_of
@@ -76,9 +76,6 @@ def _sorted(ids, segments: int):
 
 def _sums(x, ids, *, segments: int, ordered: bool, wide: bool):
     """The sums of ``x: [..., r, c]`` by kernel. ``ids`` are ``[..., r, 1]``."""
-    if partitions() > 1 or any(d != 1 for d in ids.shape[:-2]):
-        ids = jnp.broadcast_to(ids, (*x.shape[:-1], 1))
-
     def on_cuda(x, ids):
         tile, tiles = _tile(x.shape, x.dtype.itemsize, segments)
         order = None
@@ -374,7 +371,7 @@ def _check_integers(op: str, name: str, ids) -> None:
 def _as_int32(ids):
     """Ids in int32. Those that it cannot hold stay out of bounds, at the same end."""
     if ids.dtype.itemsize >= 4 and ids.dtype != jnp.int32:
-        least = -1 if jnp.issubdtype(ids.dtype, jnp.signedinteger) else 0
+        least = -(2**31) if jnp.issubdtype(ids.dtype, jnp.signedinteger) else 0
         ids = jnp.clip(ids, least, 2**31 - 1)
     return ids.astype(jnp.int32)
 

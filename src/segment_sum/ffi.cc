@@ -17,13 +17,17 @@ ffi::Error Sum(Call& call, Queue queue) {
   c.tiles = call.Size("tiles", 0);
   c.tile = call.Attribute<int64_t>("tile");
   call.Fill(&c, "x", &C::x, "ids", &C::ids, "order?", &C::order, "y", &C::y, "parts?", &C::parts);
-  // Ids are the same for all columns, and may be the same for all of the batch.
   c.step = call.AxisOf("ids", "c").size;
   const int64_t ids = call.Elements("ids");
   c.id_bytes = ids == 0 ? 4 : static_cast<int>(call.Bytes("ids") / ids);
-  c.batch_step = ids == c.rows * c.step ? 0 : c.rows;
-  call.Require(c.batch_step == 0 || ids == c.batch * c.rows * c.step, "ids",
-               "has neither one index of the batch nor all of them");
+  const Call::Dims x = call.DimsOf("x"), of_ids = call.DimsOf("ids");
+  if (!call.failed()) {
+    const size_t batch = static_cast<size_t>(x.rank - 2);
+    ArrayStrides strides;
+    BroadcastStrides(x.sizes().first(batch), of_ids.sizes().first(batch), &strides);
+    call.Require(Collapse(x.sizes().first(batch), &strides, 1, &c.of_batch), "ids",
+                 "is broadcast along too many dimensions");
+  }
   return call.Run([&] { return backend::SegmentSum(c, queue); });
 }
 

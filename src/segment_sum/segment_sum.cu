@@ -90,11 +90,10 @@ struct Columns {
 // The ids of an index of the batch.
 struct Ids {
   const Params& p;
-  int64_t begin;
+  int64_t first;
 
-  __device__ __forceinline__ Ids(const Params& p, int64_t batch)
-      : p(p), begin(batch * p.batch_step) {}
-  __device__ __forceinline__ int64_t At(int64_t row) const { return (begin + row) * p.step; }
+  __device__ __forceinline__ Ids(const Params& p, int64_t batch) : p(p), first(FirstId(p, batch)) {}
+  __device__ __forceinline__ int64_t At(int64_t row) const { return first + row * p.step; }
   // From -1 to the number of segments: at both ends, the row has no segment.
   __device__ __forceinline__ int Segment(int64_t row) const {
     const int64_t at = At(row);

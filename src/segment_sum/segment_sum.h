@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "core/backend.h"
+#include "core/broadcast.h"
 #include "core/dtype.h"
 #include "core/integer.h"
 
@@ -24,10 +25,11 @@ struct SegmentSumCall {
   const void* x;
   void* y;
 
-  // Id i of index b of the batch is at (b * batch_step + i) * step. Ids of 16 bits are unsigned.
+  // Those of an index of the batch begin at FirstId, `step` apart. Ids of 16 bits are unsigned.
   const void* ids;
   int id_bytes;
-  int64_t batch_step, step;
+  int64_t step;
+  BroadcastShape of_batch;  // ids may be the same along dimensions of the batch
 
   // CUDA only.
   const int32_t* order;  // with the steps of ids; null if rows are in the order of their ids
@@ -35,6 +37,16 @@ struct SegmentSumCall {
   void* parts;           // batch x tiles x 3 x columns, in the accumulator's type
   int64_t tiles;
 };
+
+constexpr int64_t FirstId(const SegmentSumCall& call, int64_t batch) {
+  int64_t lists = 0;
+  for (int d = call.of_batch.rank - 1; d >= 0; --d) {
+    const int64_t size = call.of_batch.size[d];
+    lists += batch % size * call.of_batch.stride[0][d];
+    batch /= size;
+  }
+  return lists * call.rows * call.step;
+}
 
 }  // namespace jax_fastops
 

@@ -34,7 +34,7 @@ Range PartOf(int64_t total, int64_t size, int64_t index) {
 // Calls add(row, segment) for each row of an index of the batch that has one of the segments.
 template <typename Id, typename Add>
 void OverRows(const SegmentSumCall& call, int64_t batch, Range segments, const Add& add) {
-  const Id* const ids = static_cast<const Id*>(call.ids) + batch * call.batch_step * call.step;
+  const Id* const ids = static_cast<const Id*>(call.ids) + FirstId(call, batch);
   for (int64_t row = 0; row < call.rows; ++row) {
     const int64_t id = ids[row * call.step];
     if (id >= segments.begin && id < segments.end) add(row, id);
