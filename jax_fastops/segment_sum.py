@@ -76,6 +76,7 @@ def _sorted(ids, segments: int):
 
 def _sums(x, ids, *, segments: int, ordered: bool, wide: bool):
     """The sums of ``x: [..., r, c]`` by kernel. ``ids`` are ``[..., r, 1]``."""
+
     def on_cuda(x, ids):
         tile, tiles = _tile(x.shape, x.dtype.itemsize, segments)
         order = None

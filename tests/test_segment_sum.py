@@ -267,3 +267,23 @@ def test_errors_of_segment_sum(args, error, message):
 def test_errors_of_take(args, mode, error, message):
     with pytest.raises(error, match=message):
         fo.take(*args, mode=mode)
+
+
+# patch --------------------------------------------------------------------------------------------
+
+
+def test_patch_replaces_the_function_of_jax():
+    x, ids = jnp.ones((30, 4)), np.arange(30) % 7 - 1
+
+    def sums(**options):
+        return lambda x: jax.ops.segment_sum(x, ids, num_segments=6, **options)
+
+    with fo.patch(only=["segment_sum"]):
+        for options in ({}, {"indices_are_sorted": False}, {"unique_indices": False}):
+            assert targets_of(sums(**options), x) == ["segment_sum"]
+        np.testing.assert_array_equal(jax.jit(sums())(x), exact(x, ids, 6))
+        for options in ({"bucket_size": 8}, {"mode": "clip"}):
+            assert targets_of(sums(**options), x) == []
+        assert targets_of(lambda x: jax.ops.segment_sum(x.astype(int), ids, 6), x) == []
+        assert targets_of(lambda x: jax.ops.segment_sum(x[0], ids[:4], 6), x) == ["segment_sum"]
+    assert targets_of(sums(), x) == []
