@@ -25,9 +25,9 @@ struct SegmentSumCall {
   const void* x;
   void* y;
 
-  // Those of an index of the batch begin at FirstId, `step` apart. Ids of 16 bits are unsigned.
+  // Those of an index of the batch begin at FirstId, `step` apart.
   const void* ids;
-  int id_bytes;
+  int id_bytes;  // 4: int32. 2, on CUDA only: uint16
   int64_t step;
   BroadcastShape of_batch;  // ids may be the same along dimensions of the batch
 

@@ -31,16 +31,6 @@ Range PartOf(int64_t total, int64_t size, int64_t index) {
   return {index * size, std::min(total, (index + 1) * size)};
 }
 
-// Calls add(row, segment) for each row of an index of the batch that has one of the segments.
-template <typename Id, typename Add>
-void OverRows(const SegmentSumCall& call, int64_t batch, Range segments, const Add& add) {
-  const Id* const ids = static_cast<const Id*>(call.ids) + FirstId(call, batch);
-  for (int64_t row = 0; row < call.rows; ++row) {
-    const int64_t id = ids[row * call.step];
-    if (id >= segments.begin && id < segments.end) add(row, id);
-  }
-}
-
 }  // namespace
 
 void SegmentSum(const SegmentSumCall& call, Executor& executor) {
@@ -75,15 +65,16 @@ void SegmentSum(const SegmentSumCall& call, Executor& executor) {
     for (int64_t s = 0; s < of.size(); ++s) {
       std::memset(sums + s * step, 0, static_cast<size_t>(own.size() * wide_bytes));
     }
-    const auto add = [&](int64_t row, int64_t segment) {
-      Kernels().add[dtype](x + row * call.columns * bytes, own.size(),
-                           sums + (segment - of.begin) * step);
-    };
-    if (call.id_bytes == 2) {
-      OverRows<uint16_t>(call, batch, of, add);
-    } else {
-      OverRows<int32_t>(call, batch, of, add);
-    }
+    Kernels().add[dtype]({.x = x,
+                          .rows = call.rows,
+                          .x_step = call.columns * bytes,
+                          .n = own.size(),
+                          .ids = static_cast<const int32_t*>(call.ids) + FirstId(call, batch),
+                          .id_step = call.step,
+                          .sums = sums,
+                          .sums_step = step,
+                          .first = of.begin,
+                          .segments = of.size()});
     if (!rounds) return;
     for (int64_t s = 0; s < of.size(); ++s) {
       Kernels().round[dtype](sums + s * step, own.size(), y + s * call.columns * y_bytes);

@@ -10,13 +10,19 @@ template <typename E>
 struct SegmentSum {
   using Wide = SameElement<typename E::A>;
 
-  static void Add(const char* x, int64_t n, char* sums) {
-    OverBlocks<E::kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-      char* const sum = sums + i * Wide::kBytes;
-      const auto v = cpu::FASTOPS_ISA::Add(LoadElements<Wide>(extent, sum, count),
-                                           LoadElements<E>(extent, x + i * E::kBytes, count));
-      StoreElements<Wide, false>(extent, sum, Wide::Narrow(v), count);
-    });
+  static void Add(const SegmentSumRows& p) {
+    for (int64_t row = 0; row < p.rows; ++row) {
+      const int64_t segment = p.ids[row * p.id_step] - p.first;
+      if (segment < 0 || segment >= p.segments) continue;
+      const char* const x = p.x + row * p.x_step;
+      char* const sums = p.sums + segment * p.sums_step;
+      OverBlocks<E::kBlock>(0, p.n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+        char* const sum = sums + i * Wide::kBytes;
+        const auto v = cpu::FASTOPS_ISA::Add(LoadElements<Wide>(extent, sum, count),
+                                             LoadElements<E>(extent, x + i * E::kBytes, count));
+        StoreElements<Wide, false>(extent, sum, Wide::Narrow(v), count);
+      });
+    }
   }
 
   static void Round(const char* sums, int64_t n, char* y) {

@@ -10,9 +10,19 @@
 
 namespace jax_fastops::cpu {
 
-// Kernels by DType, for n elements. Sums have the accumulator's type.
+// Rows, and the sums of some segments. Steps are in bytes.
+struct SegmentSumRows {
+  const char* x;
+  int64_t rows, x_step, n;
+  const int32_t* ids;
+  int64_t id_step;  // in elements
+  char* sums;       // of the segment `first`
+  int64_t sums_step, first, segments;
+};
+
+// Kernels by DType. Sums have the accumulator's type.
 struct SegmentSumKernels {
-  using Add = void(const char* x, int64_t n, char* sums);    // sums += x
+  using Add = void(const SegmentSumRows& p);                 // adds each row to its sum
   using Round = void(const char* sums, int64_t n, char* y);  // y = sums
   Add* add[kNumDTypes];
   Round* round[kNumDTypes];
