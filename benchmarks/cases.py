@@ -348,6 +348,31 @@ def torch_split_heads(x, bias=None, *, num_heads: int):
     return x.view(*x.shape[:2], num_heads, -1).transpose(1, 2).contiguous()
 
 
+def segments_of(x) -> int:
+    """As many nodes as a graph with these edges may have."""
+    return max(1, x.shape[0] // 20)
+
+
+def ours_segment_sum(x, ids, **options):
+    return fo.segment_sum(x, ids, segments_of(x), **options)
+
+
+def plain_segment_sum(x, ids, **options):
+    return jax.ops.segment_sum(x, ids, segments_of(x), **options)
+
+
+def plain_take(table, ids):
+    return jnp.take(table, ids, axis=0)
+
+
+EDGES = ((2_000_000, 64), (100_000, 64))
+
+
+def words(count: int) -> Callable:
+    """A table, and the indices of so many words."""
+    return lambda shape: (shape, (count,))
+
+
 ELEMENTWISE = (
     Layout("large", (64, 1024, 1024), (4, 1024, 1024), DTYPES),
     Layout("conv NHWC", (128, 56, 56, 64), (16, 56, 56, 64)),
@@ -655,6 +680,30 @@ OPS = (
         **MAY_FUSE,
     ),
     op("dropout", "x, 2:uint32", DROPOUTS, **MAY_FUSE),
+    op(
+        "segment_sum",
+        "x, ...:int32",
+        (Layout("edges", *EDGES),),
+        valid=lambda x, ids: (x, ids % segments_of(x)),
+        phases=("forward",),
+    ),
+    op(
+        "segment_sum_sorted",
+        "x, ...:int32",
+        (Layout("edges", *EDGES, options={"indices_are_sorted": True}),),
+        "segment_sum",
+        valid=lambda x, ids: (x, jnp.sort(ids % segments_of(x))),
+        kernel_of="segment_sum",
+        phases=("forward",),
+    ),
+    op(
+        "take",
+        "x, ...:int32",
+        (Layout("words", (50257, 768), (50257, 128), operands=words(16384)),),
+        valid=lambda table, ids: (table, ids % table.shape[0]),
+        phases=("forward", "backward"),
+        **MAY_FUSE,
+    ),
     op("window_sum", "x", WINDOWS, phases=("forward",)),
     op(
         "window_sum_valid",

@@ -8,7 +8,7 @@ import math
 import random
 
 from benchmarks import cases
-from benchmarks.cases import DTYPES, MOVED, SMOOTH, Layout, Op, Shape
+from benchmarks.cases import DTYPES, MOVED, SMOOTH, Layout, Op, Shape, words
 
 Rng = random.Random
 
@@ -146,6 +146,14 @@ def _gated_act(rng: Rng, op: Op, elements: int):
 
 def _cross_entropy(rng: Rng, op: Op, elements: int):
     return rows(rng, elements, high=2**18), {}
+
+
+def _segment_sum(rng: Rng, op: Op, elements: int):
+    n = length(rng, 1, 4096)
+    shape = (max(1, elements // n), n)
+    if op.name == "take":
+        return shape, {}, {"operands": words(number(rng, 1, shape[0]))}
+    return shape, {"indices_are_sorted": True} if op.name == "segment_sum_sorted" else {}
 
 
 def _window_sum(rng: Rng, op: Op, elements: int):

@@ -31,6 +31,7 @@ from jax_fastops.linear_cross_entropy import linear_cross_entropy
 from jax_fastops.max_pool import max_pool
 from jax_fastops.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 from jax_fastops.relu import add_relu, relu
+from jax_fastops.segment_sum import segment_sum, take
 from jax_fastops.softmax import log_softmax, softmax
 from jax_fastops.transpose import transpose
 from jax_fastops.window_sum import window_sum
@@ -71,10 +72,12 @@ __all__ = [
     "residual_layer_norm",
     "residual_rms_norm",
     "rms_norm",
+    "segment_sum",
     "set_implementation",
     "softmax",
     "split_heads",
     "split_qkv_heads",
+    "take",
     "transpose",
     "use_implementation",
     "window_sum",

@@ -34,6 +34,7 @@ from jax_fastops.bias_act import bias_act
 from jax_fastops.dropout import dropout
 from jax_fastops.norm import layer_norm, rms_norm
 from jax_fastops.relu import relu
+from jax_fastops.segment_sum import segment_sum
 from jax_fastops.softmax import log_softmax, softmax
 
 # ---- what runs in place of each function ---------------------------------------------------------
@@ -93,13 +94,29 @@ def _cross_entropy(original, logits, labels, axis=-1, where=None):
     return kernel_or(ours, functools.partial(original, axis=axis))(logits, labels)
 
 
+def _segment_sum(original, *args, **kwargs):
+    """JAX adds options from version to version."""
+
+    def ours(*, data, segment_ids, num_segments, indices_are_sorted, unique_indices, **rest):
+        del unique_indices  # a promise
+        if any(option is not None for option in rest.values()) or not _takes(data):
+            raise Refused
+        ids = jnp.asarray(segment_ids)
+        return segment_sum(data, ids, num_segments, indices_are_sorted=indices_are_sorted)
+
+    def given(*args, **kwargs):
+        return ours(**inspect.signature(original).bind(*args, **kwargs).arguments)
+
+    return _ours_or(given, original)(*args, **kwargs)
+
+
 def _attention(original, *args, **kwargs):
     def ours(query, key, value, *masks, implementation, **options):
         if implementation is not None or not _takes(query, key, value):
             raise Refused
         return attention(query, key, value, *masks, **options)
 
-    return _attention_or(ours, original)(*args, **kwargs)
+    return _ours_or(ours, original)(*args, **kwargs)
 
 
 def _flax_attention(original, *args, **kwargs):
@@ -113,13 +130,13 @@ def _flax_attention(original, *args, **kwargs):
             raise Refused
         return y
 
-    return _attention_or(ours, original)(*args, **kwargs)
+    return _ours_or(ours, original)(*args, **kwargs)
 
 
-def _attention_or(ours: Callable, original: Callable) -> Callable:
+def _ours_or(ours: Callable, original: Callable) -> Callable:
     """Ours where the op takes the arguments and its kernel, else the original.
 
-    The softmax in the original is ours if that is active.
+    For attention, the softmax in the original is ours if that is active.
     """
 
     def taken(*args, **kwargs):
@@ -252,6 +269,7 @@ _PLACES: dict[str, list[tuple[str, str, Callable]]] = {
         ("flax.linen", "dot_product_attention", _flax_attention),
         ("flax.nnx", "dot_product_attention", _flax_attention),
     ],
+    "segment_sum": [("jax.ops", "segment_sum", _segment_sum)],
     "cross_entropy": [("optax", "softmax_cross_entropy_with_integer_labels", _cross_entropy)],
     "layer_norm": [*_LINEN_NORMS, ("flax.nnx", "LayerNorm.__call__", _nnx("LayerNorm"))],
     "rms_norm": [*_LINEN_NORMS, ("flax.nnx", "RMSNorm.__call__", _nnx("RMSNorm"))],
@@ -375,6 +393,7 @@ class patch(contextlib.ContextDecorator):
     ``"log_softmax"``   ``jax.nn.log_softmax``
     ``"attention"``     ``dot_product_attention`` of ``jax.nn``, ``flax.nnx`` and ``flax.linen``;
                         dropout has other masks than Flax's, and a query without keys gives 0
+    ``"segment_sum"``   ``jax.ops.segment_sum``, with the same bits in every run
     ``"cross_entropy"`` ``optax.softmax_cross_entropy_with_integer_labels``
     ``"layer_norm"``    ``LayerNorm`` of ``flax.nnx`` and ``flax.linen``
     ``"rms_norm"``      ``RMSNorm`` of ``flax.nnx`` and ``flax.linen``

@@ -10,7 +10,8 @@ from harness.programs import equations
 from test_autofuse import left, names
 
 import jax_fastops as fo
-from jax_fastops.autofuse import _embedding
+from jax_fastops.autofuse import _embedding, _evaluate
+from jax_fastops.autofuse._segments import SegmentRule
 
 RNG = np.random.default_rng(0)
 ROWS, WIDTH = 50, 16
@@ -45,7 +46,10 @@ FORMS = {
 
 
 @pytest.fixture(autouse=True)
-def native():
+def native(monkeypatch):
+    """Without the rule that replaces every gather."""
+    rules = [rule for rule in _evaluate.RULES if rule is not SegmentRule]
+    monkeypatch.setattr(_evaluate, "RULES", rules)
     with fo.use_implementation("native"):
         yield
 

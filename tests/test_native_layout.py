@@ -111,6 +111,10 @@ KEPT = {
         "a cooperative kernel keeps arrays on the chip; in functions it was 1.17 times slower",
     ),
     "heads/heads.cu": (("barrier",), "warps that share sectors stay together"),
+    "segment_sum/segment_sum.cu": (
+        ("barrier",),
+        "groups of a block pass on the sum of a segment that they share",
+    ),
     "transpose/*.cuh": (
         ("barrier", "vector type"),
         "it moves bytes: tiles and boxes in shared memory are all that it does",

@@ -25,12 +25,13 @@ from jax_fastops.autofuse._one_hot import OneHotLossRule
 from jax_fastops.autofuse._pattern_rule import PatternRule
 from jax_fastops.autofuse._rule import Miss, Rewrite, Rule, Search, calls_op, takes_kernel, visible
 from jax_fastops.autofuse._ruled_loss import RuledLossRule
+from jax_fastops.autofuse._segments import SegmentRule
 from jax_fastops.autofuse._value import NO_EQUATION, Node, Value
 from jax_fastops.autofuse._windows import WindowRule
 
 # In the order in which a search asks them.
 RULES: list[type[Rule]] = [
-    *(AttentionRule, DropoutRule, WindowRule, HeadsRule, EmbeddingRule),
+    *(AttentionRule, DropoutRule, WindowRule, HeadsRule, EmbeddingRule, SegmentRule),
     *(RuledLossRule, LinearLossRule, OneHotLossRule, PatternRule),
 ]
 

@@ -20,7 +20,7 @@ from jax_fastops.models._products import (
     biased,
     dot,
     jax_attention,
-    take,
+    rows_of,
     wide_product,
 )
 from jax_fastops.models._segments import Segments
@@ -126,6 +126,7 @@ class Ops(NamedTuple):
     bias_act: Callable
     dropout: Callable
     linear_cross_entropy: Callable
+    take: Callable
 
 
 # What the backward of a layer keeps under ``remat``. A kernel's results are kept or recomputed
@@ -139,11 +140,12 @@ _KEEP = jax.checkpoint_policies.save_from_both_policies(
 )
 
 
-def embed(params: dict, tokens, config: Config, token_types, positions):
+def embed(params: dict, tokens, config: Config, token_types, positions, ops: Ops):
     """The sum of the three embeddings, computed in float32 and rounded once."""
-    x = take(params["word"], tokens).astype(accumulator_dtype(config.dtype))
+    rows = functools.partial(rows_of, config=config, ops=ops)
+    x = rows(params["word"], tokens).astype(accumulator_dtype(config.dtype))
     table = params["position"]
-    x = biased(x, table[: tokens.shape[1]] if positions is None else take(table, positions))
+    x = biased(x, table[: tokens.shape[1]] if positions is None else rows(table, positions))
     table = params["token_type"]
     if token_types is None:
         x = biased(x, table[0])

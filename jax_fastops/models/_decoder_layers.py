@@ -22,7 +22,7 @@ from jax_fastops.models._products import (
     dot,
     jax_attention,
     of_rank,
-    take,
+    rows_of,
 )
 from jax_fastops.models._segments import Segments
 from jax_fastops.models._sharding import explicit_spec, split_last, whole
@@ -148,6 +148,7 @@ class Ops(NamedTuple):
     split_qkv_heads: Callable
     attention: Callable
     linear_cross_entropy: Callable
+    take: Callable
 
 
 class Cache(NamedTuple):
@@ -244,7 +245,7 @@ def forward(params: dict, tokens, config: Config, positions, mask, cache, ops: O
 
     if config.remat:
         whole_layer = jax.checkpoint(whole_layer, prevent_cse=not config.scan)
-    x = take(params["embeddings"], tokens).astype(config.dtype)
+    x = rows_of(params["embeddings"], tokens, config, ops).astype(config.dtype)
     residual = None
     if config.scan:
         cached = None if cache is None else (cache.keys, cache.values)

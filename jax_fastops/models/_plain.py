@@ -339,3 +339,7 @@ def plain_max_pool(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
         return pool(x)
     sign = of_rank(jnp.where(scale < 0, -1, 1).astype(x.dtype), x.ndim)
     return sign * pool(sign * x)
+
+
+def take(table, indices):
+    return table.at[indices].get(mode="fill")

@@ -77,7 +77,7 @@ def in_table(index, count: int, mask):
     return jnp.where(mask, index, index % count)
 
 
-def take(table, index):
+def rows_of(table, index, config, ops):
     """Rows of a table, as ``jnp.take``: NaN where the index is too large.
 
     Over an explicit mesh, they are sharded like the index.
@@ -86,7 +86,9 @@ def take(table, index):
     if index.dtype.itemsize < 4:  # JAX needs an index dtype that can hold the table's length
         index = index.astype(jnp.int32)
     spec = explicit_spec(index)
-    if spec is None:
+    if spec is None and not config.tensor_parallel:
+        return ops.take(table, index)
+    if spec is None:  # XLA's scatter can shard the rows of the table
         return table.at[index].get(mode="fill")
     columns = explicit_spec(table) or (None, None)
     spec = PartitionSpec(*spec, columns[-1])

@@ -329,7 +329,7 @@ def apply(
 
     def hidden(tokens, token_types, positions, mask):
         embeddings_key, layers_key = (None, None) if key is None else jax.random.split(key)
-        x = embed(params["embeddings"], tokens, config, token_types, positions)
+        x = embed(params["embeddings"], tokens, config, token_types, positions, ops)
         norm = params["embeddings"]["norm"]
         x = ops.layer_norm(x, norm["scale"], norm["bias"], eps=config.eps)
         if embeddings_key is not None and config.dropout > 0:

@@ -161,8 +161,9 @@ class Layout:
             spec(out.ndim, [s.outputs[i] for s in self.shardings]) for i, out in enumerate(outs)
         )
 
-    def all_reduces(self, backward: bool) -> int:
-        forward = sum(s.forward_all_reduces for s in self.shardings)
+    def all_reduces(self, backward: bool, linear: bool = False) -> int:
+        """The gradients of a linear op need no forward."""
+        forward = sum(s.forward_all_reduces for s in self.shardings) * (not (backward and linear))
         return forward + backward * sum(s.gradient_all_reduces for s in self.shardings)
 
 
@@ -338,7 +339,7 @@ def run_jit(layout, axis_type, backward, case, mode, dtype, compiled=True) -> No
         mesh,
         program,
         (layout.name, backward),
-        layout.all_reduces(backward),
+        layout.all_reduces(backward, set(case.diff) <= set(case.linear)),
         compiled=compiled,
         context=axis_type == AxisType.Explicit or axes == 2,
         kernels=kernels_of(case, mode, layout, backward),

@@ -12,6 +12,7 @@ ffi::DataType AccumulatorType(ffi::DataType type) {
 
 ffi::DataType TypeNamed(std::string_view name) {
   if (name == "uint8") return ffi::DataType::U8;
+  if (name == "uint16") return ffi::DataType::U16;
   if (name == "uint32") return ffi::DataType::U32;
   if (name == "bool") return ffi::DataType::PRED;
   if (name == "int32") return ffi::DataType::S32;
