@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     SumDeviations(tile, base, SharedAt<A>(memory, p.shared.table), sums, load,
                   [&](const Loaded& loaded, int64_t at) {
                     const V s = added(loaded);
-                    if (sum != nullptr) s.Store(sum + at);
+                    if (sum != nullptr) StoreUnit(s, sum + at);
                     if (keeps) s.Store(kept + units++ * (kThreads * kBytes));
                     return s;
                   });
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         z[i] = fma(z[i] - mean[c], factor[c], bias[c]);
       }
       if (call.active) Activate<T>(call.activation, z);
-      V::Packed(z).Store(y + at);
+      StoreUnit(V::Packed(z), y + at);
     };
     if (keeps) {
       tile.template Sweep<2>(
@@ -473,7 +473,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         const int of = kChannels == 1 ? 0 : i;
         d[i] = fma(g[i], by_g[of], fma(d[i] - c.mean[of], by_x[of], constant[of]));
       }
-      V::Packed(d).Store(dx + at);
+      StoreUnit(V::Packed(d), dx + at);
     };
     if (keeps) {
       tile.template Sweep<2>(

@@ -100,6 +100,16 @@ struct Tile {
   }
 };
 
+// Stores a unit to global memory, by one instruction.
+template <typename T, int kBytes>
+__device__ __forceinline__ void StoreUnit(const Vec<T, kBytes>& unit, T* to) {
+  if constexpr (kBytes == 16) {
+    unit.StoreWord(to);
+  } else {
+    unit.Store(to);
+  }
+}
+
 // A parameter of type T or of its accumulator, or `otherwise` if it is absent.
 template <typename T>
 __device__ __forceinline__ ComputeType<T> ReadParameter(const GroupNormParameter& parameter,
