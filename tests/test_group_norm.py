@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, checks
 from harness.numerics import normal
-from harness.programs import value_and_gradients
+from harness.programs import targets_of, value_and_gradients
 
 import jax_fastops as fo
 from jax_fastops._activations import ACTIVATIONS
@@ -262,3 +262,69 @@ def test_channels_between_positions_take_the_reference():
     assert "neither before nor after" in str(report)
     got = fo.group_norm(x, **options)
     np.testing.assert_allclose(got, reference(x, **options), atol=1e-5)
+
+
+# Flax ---------------------------------------------------------------------------------------------
+
+
+def flax_layers():
+    """Layers of Flax NNX, ours, and arguments: of both kinds, and one that Flax's code runs."""
+    nnx = pytest.importorskip("flax.nnx")
+    from jax_fastops import nnx as own
+
+    groups = dict(num_features=16, num_groups=4, epsilon=1e-3)
+    return nnx, [
+        (nnx.GroupNorm, own.GroupNorm, groups, True),
+        (nnx.GroupNorm, own.GroupNorm, groups | dict(dtype=jnp.bfloat16, use_bias=False), True),
+        (nnx.InstanceNorm, own.InstanceNorm, dict(num_features=16), True),
+        (nnx.GroupNorm, own.GroupNorm, groups | dict(reduction_axes=(-2, -1)), False),
+    ]
+
+
+def test_nnx_layers():
+    nnx, layers = flax_layers()
+    rng = np.random.default_rng(0)
+    x, residual = (jnp.asarray(rng.standard_normal((2, 3, 5, 16)), jnp.float32) for _ in "ab")
+    for theirs, ours, options, taken in layers:
+        flax, own = theirs(**options, rngs=nnx.Rngs(0)), ours(**options, rngs=nnx.Rngs(0))
+        fused = ours(**options, activation="silu", rngs=nnx.Rngs(0))
+        want = flax(x)
+        got = own(x)
+        assert got.dtype == want.dtype
+        tolerance = 0.02 if want.dtype == jnp.bfloat16 else 1e-5
+        close = functools.partial(np.testing.assert_allclose, atol=tolerance, rtol=tolerance)
+        close(*(np.asarray(v, np.float32) for v in (got, want)))
+        close(
+            np.asarray(fused(x, residual=residual), np.float32),
+            np.asarray(jax.nn.silu(flax(x + residual)), np.float32),
+        )
+        kernels = targets_of(lambda own=own: own(x))
+        assert ("group_norm" in kernels) == taken, (options, kernels)
+        with fo.patch():
+            assert ("group_norm" in targets_of(lambda flax=flax: flax(x))) == taken
+    with pytest.raises(ValueError, match="activation is 'tan'; it must be None or one of 'gelu'"):
+        layers[0][1](8, num_groups=2, activation="tan", rngs=nnx.Rngs(0))
+
+
+def test_patch_of_linen():
+    linen = pytest.importorskip("flax.linen")
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 5, 16)), jnp.float32)
+    mask = jnp.ones(x.shape, bool).at[0].set(False)
+    for layer, given, taken in (
+        (linen.GroupNorm(num_groups=4), {}, True),
+        (linen.GroupNorm(num_groups=None, group_size=2, use_scale=False), {}, True),
+        (linen.InstanceNorm(epsilon=1e-3), {}, True),
+        (linen.GroupNorm(num_groups=4), {"mask": mask}, False),
+        (linen.GroupNorm(num_groups=4, reduction_axes=(-2, -1)), {}, False),
+    ):
+        variables = layer.init(jax.random.key(0), x)
+
+        def loss(variables, layer=layer, given=given):
+            return jnp.sum(jnp.sin(layer.apply(variables, x, **given)))
+
+        want = jax.jit(jax.value_and_grad(loss))(variables)
+        with fo.patch():
+            got = jax.jit(jax.value_and_grad(loss))(variables)
+            assert ("group_norm" in targets_of(loss, variables)) == taken
+        for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4)
