@@ -23,7 +23,8 @@ def reference(x, *values, residual=False, num_groups, axis=-1, eps=1e-6, activat
         x, values = x + values[0], values[1:]
     wide = x.astype(jnp.promote_types(x.dtype, np.float32))
     at = axis % x.ndim
-    grouped = wide.reshape(*x.shape[:at], num_groups, -1, *x.shape[at + 1 :])
+    group = (num_groups, x.shape[at] // num_groups)
+    grouped = wide.reshape(*x.shape[:at], *group, *x.shape[at + 1 :])
     axes = tuple(i for i in range(1, grouped.ndim) if i != at)
     centred = grouped - grouped.mean(axes, keepdims=True)
     y = centred / jnp.sqrt(jnp.square(centred).mean(axes, keepdims=True) + eps)
@@ -98,7 +99,6 @@ NCHW = case(
     axis=1,
     residual=True,
     activation="gelu",
-    wide="float32",
     sharded=(16, 4, 2, 3),
     symbolic=("b, 4, 2, 3", "b, 4, 2, 3", "4", "4"),
     dtypes=("bfloat16", "float32"),
@@ -111,8 +111,9 @@ INSTANCE = case(
     3,
     activation="relu",
     parameters=1,
+    wide="float32",
     symbolic=("b, 5, 3", "3"),
-    dtypes=("float32",),
+    dtypes=("bfloat16",),
     modes=("native",),
     basic_only=True,
 )
