@@ -128,7 +128,7 @@ def _pushforward(residuals, tangents, **options):
 def _workspace(x, values: int) -> int:
     """The elements of a workspace with ``values`` for each sample and part of its positions."""
     positions = x.shape[-4] * x.shape[-1]
-    return values * max(1, min(256, positions // 64))
+    return values * max(1, min(512, positions // 64))
 
 
 def _forward(x, residual, scale, bias, *, eps, activation, save=False):

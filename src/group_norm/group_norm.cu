@@ -1,7 +1,8 @@
-// Group norm, forward and backward: one kernel each, which has two halves. The first half reads the
-// elements and sums, the second one writes the results. group_norm/plan.h says how blocks divide an
-// array, and whether the second half has the elements in shared memory or reads them again, in a
-// launch of its own.
+// Group norm, forward and backward: a kernel for each, which has two halves. The first half sums
+// the elements, the second one writes the results. group_norm/plan.h says how blocks divide an
+// array, and whether the elements are in shared memory (kKeeps), or are read again by a launch for
+// the second half. Asynchronous copies fill the shared memory, so that all loads of a block are
+// under way at once.
 //
 // Statistics. The sum of squares minus the square of the sum cancels if the mean is large. So each
 // thread sums deviations from the first value that it has of a channel. Because that value is one
@@ -35,8 +36,8 @@ namespace {
 
 using namespace group_norm;  // NOLINT: this file is a part of it
 
-// What a launch does.
-enum class Half { kBoth, kSums, kResults };
+// What a launch does. With kKeeps, it does both.
+enum class Half { kSums, kResults };
 
 template <typename Call>
 struct Params {
@@ -46,26 +47,49 @@ struct Params {
   Half half;
 };
 
-template <typename U>
-__device__ __forceinline__ U* SharedAt(uint4* memory, int bytes) {
-  return reinterpret_cast<U*>(reinterpret_cast<char*>(memory) + bytes);
-}
+// What a block has in shared memory.
+template <typename Tile, typename Sums>
+struct Shared {
+  using A = typename Tile::A;
 
-// The workspace of a part: `size` pairs for each group, or for each channel.
+  Sums *sums, *totals;  // two of each group, or of each channel
+  A *statistics, *base, *table;
+  char* kept;  // of this thread
+
+  __device__ __forceinline__ explicit Shared(const SharedLayout& at) {
+    extern __shared__ __align__(16) char memory[];
+    sums = reinterpret_cast<Sums*>(memory + at.sums);
+    totals = reinterpret_cast<Sums*>(memory + at.totals);
+    statistics = reinterpret_cast<A*>(memory + at.statistics);
+    base = reinterpret_cast<A*>(memory + at.base);
+    table = reinterpret_cast<A*>(memory + at.table);
+    kept = memory + at.kept + threadIdx.x * (Tile::kStride / kThreads);
+  }
+};
+
+template <typename V>
+using Scratch = V[2][kThreads / kWarpSize];
+
+// The sums of the first part in the workspace. Those of the next one are 2 * `all` numbers later.
 template <typename V, typename A>
-__device__ __forceinline__ V* PartSums(void* workspace, int64_t size, int64_t sample, int part,
-                                       int64_t all, int first) {
-  return reinterpret_cast<V*>(static_cast<A*>(workspace) + sample * size) +
-         (part * all + first) * 2;
+__device__ __forceinline__ V* StoredSums(const GroupNormCall& call, int64_t sample, int first) {
+  return reinterpret_cast<V*>(static_cast<A*>(call.workspace) + sample * call.workspace_size) +
+         2 * first;
 }
 
-// Adds up the sums of the parts: of the blocks of the cluster, or those in the workspace, where
-// part 0 begins at `stored` and the others are `stride` apart. Calls write(result, sums).
-template <typename V, typename Write>
-__device__ __forceinline__ void TotalParts(int results, int parts, const V* own, const V* stored,
-                                           int64_t stride, V (&scratch)[2][kThreads / kWarpSize],
+// Stores the sums of a part.
+template <typename V>
+__device__ __forceinline__ void StoreSums(const V* sums, int results, V* to) {
+  for (int i = static_cast<int>(threadIdx.x); i < 2 * results; i += kThreads) to[i] = sums[i];
+}
+
+// Adds up the sums of the parts: of the blocks of the cluster, or those in the workspace, `stride`
+// apart. Calls write(result, sums). With kKeeps, AwaitCluster must follow.
+template <bool kKeeps, typename V, typename Write>
+__device__ __forceinline__ void TotalParts(int results, int parts, const V* sums, const V* stored,
+                                           int64_t stride, Scratch<V>& scratch,
                                            const Write& write) {
-  if (stored == nullptr) {
+  if constexpr (kKeeps) {
     ArriveAtCluster();
     AwaitCluster();
   }
@@ -75,12 +99,11 @@ __device__ __forceinline__ void TotalParts(int results, int parts, const V* own,
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int at = 2 * result + i;
-          values[i] =
-              stored == nullptr ? FromBlock(own + at, part) : __ldcg(stored + part * stride + at);
+          values[i] = kKeeps ? FromBlock(sums + at, part) : __ldcg(stored + part * stride + at);
         }
       },
       write);
-  if (stored == nullptr) ArriveAtCluster();  // each block waits for it before it exits
+  if constexpr (kKeeps) ArriveAtCluster();  // this block has read what the others have
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -93,21 +116,20 @@ __device__ __forceinline__ A Without(A squares, A a, A b) {
   return isinf(square) && isfinite(a) ? squares : squares - square;
 }
 
-// The first half: sums of the deviations of each group from `base`, and of their squares.
-// take(loaded, element) returns the elements of a unit.
-template <typename Tile, typename Load, typename Take>
-__device__ __forceinline__ void SumDeviations(const Tile& tile, const typename Tile::A* base,
-                                              typename Tile::A* table, double* sums,
-                                              const Load& load, const Take& take) {
+// The sums of the deviations of each group from its base, and of their squares. take(loaded,
+// element) returns the elements of a unit.
+template <int kBatch, typename Tile, typename Load, typename Take>
+__device__ __forceinline__ void SumDeviations(const Tile& tile, const Shared<Tile, double>& shared,
+                                              Scratch<double>& scratch, const Load& load,
+                                              const Take& take) {
   using A = typename Tile::A;
   constexpr int kSize = Tile::kSize, kChannels = Tile::kChannels;
-  __shared__ double scratch[2][kThreads / kWarpSize];
   const Plan& plan = tile.plan;
   A shift[kChannels] = {}, s1[kSize] = {}, s2[kSize] = {};
   int count = 0;
   for (int pass = 0; pass < plan.passes; ++pass) {
     const int begin = pass * plan.width;
-    tile.template Sweep<4>(begin + tile.slot, load, [&](const auto& loaded, int64_t at) {
+    tile.template Sweep<kBatch>(begin + tile.slot, load, [&](const auto& loaded, int64_t at) {
       A values[kSize];
       take(loaded, at).Unpack(values);
       if (count++ == 0) {
@@ -130,7 +152,7 @@ __device__ __forceinline__ void SumDeviations(const Tile& tile, const typename T
     const A inverse = count > 0 ? A(1) / static_cast<A>(count * (kSize / kChannels)) : A(0);
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) {
-      A* const entry = table + 2 * (i * kThreads + static_cast<int>(threadIdx.x));
+      A* const entry = shared.table + 2 * (i * kThreads + static_cast<int>(threadIdx.x));
       entry[0] = shift[i] + s1[i] * inverse;
       entry[1] = Without(s2[i], s1[i], s1[i] * inverse);
     }
@@ -144,18 +166,18 @@ __device__ __forceinline__ void SumDeviations(const Tile& tile, const typename T
           const int lane = term / columns, column = group * columns + term - lane * columns;
           const int slot = column / kChannels;
           const A* const entry =
-              table + 2 * (column % kChannels * kThreads + tile.ThreadOf(lane, slot));
+              shared.table + 2 * (column % kChannels * kThreads + tile.ThreadOf(lane, slot));
           const int slots = Tile::kIsLast ? 1 : (tile.slots - slot - 1) / plan.width + 1;
-          const int64_t n = int64_t{tile.UnitsOf(lane)} * slots * (kSize / kChannels);
-          const double mean = static_cast<double>(entry[0]) - static_cast<double>(base[group]);
-          values[0] = n == 0 ? 0 : static_cast<double>(n) * mean;
-          values[1] =
-              n == 0 ? 0 : static_cast<double>(entry[1]) + static_cast<double>(n) * mean * mean;
+          const double n = static_cast<double>(tile.UnitsOf(lane)) * (slots * (kSize / kChannels));
+          const double mean =
+              static_cast<double>(entry[0]) - static_cast<double>(shared.base[group]);
+          values[0] = n == 0 ? 0 : n * mean;
+          values[1] = n == 0 ? 0 : static_cast<double>(entry[1]) + n * mean * mean;
         },
         [&](int group, const double (&found)[2]) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            double* const sum = sums + 2 * group + i;
+            double* const sum = shared.sums + 2 * group + i;
             *sum = first == 0 ? found[i] : *sum + found[i];
           }
         });
@@ -165,43 +187,81 @@ __device__ __forceinline__ void SumDeviations(const Tile& tile, const typename T
   }
 }
 
-template <typename T, int kBytes, bool kLast>
-__global__ void __launch_bounds__(kThreads, 2)
+// Sets the mean and the reciprocal deviation of each group.
+template <bool kKeeps, typename Tile>
+__device__ __forceinline__ void FindStatistics(const GroupNormForwardCall& call, const Tile& tile,
+                                               const Shared<Tile, double>& shared,
+                                               const double* stored, Scratch<double>& scratch) {
+  using A = typename Tile::A;
+  const Plan& plan = tile.plan;
+  TotalParts<kKeeps>(
+      tile.groups, plan.parts, shared.sums, stored, int64_t{2} * plan.groups, scratch,
+      [&](int group, const double (&total)[2]) {
+        const double n =
+            static_cast<double>(plan.group_channels) * static_cast<double>(plan.positions);
+        const double mean = total[0] / n, variance = Without(total[1] / n, mean, mean);
+        const A rstd = static_cast<A>(1 / sqrt((variance < 0 ? 0 : variance) + call.eps));
+        const A shifted = static_cast<A>(static_cast<double>(shared.base[group]) + mean);
+        shared.statistics[2 * group] = shifted;
+        shared.statistics[2 * group + 1] = rstd;
+        const int64_t at = tile.sample * plan.groups + tile.first_group + group;
+        if (tile.part != 0) return;
+        if (call.mean != nullptr) static_cast<A*>(call.mean)[at] = shifted;
+        if (call.rstd != nullptr) static_cast<A*>(call.rstd)[at] = rstd;
+      });
+}
+
+template <typename T, int kBytes, bool kLast, bool kKeeps>
+__global__ void __launch_bounds__(kThreads, kForwardBlocks)
     ForwardKernel(const __grid_constant__ Params<GroupNormForwardCall> p) {
   using Tile = group_norm::Tile<T, kBytes, kLast>;
   using A = typename Tile::A;
   using V = typename Tile::V;
-  constexpr int kSize = Tile::kSize, kChannels = Tile::kChannels;
-  extern __shared__ uint4 memory[];
-  __shared__ double scratch[2][kThreads / kWarpSize];
+  constexpr int kSize = Tile::kSize, kChannels = Tile::kChannels, kStride = Tile::kStride;
+  constexpr int kBatch = kKeeps ? 2 : kBytes == 16 ? 4 : 8;
+  __shared__ Scratch<double> scratch;
 
   LetDependentsStart();
   AwaitPredecessors();
   const GroupNormForwardCall& call = p.call;
   const Plan& plan = p.plan;
+  const bool both = kKeeps, results = p.half == Half::kResults;
   // The second launch begins with what the first one read last.
-  const Tile tile(plan, p.half == Half::kResults ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-  double* const sums = SharedAt<double>(memory, p.shared.sums);
-  A* const statistics = SharedAt<A>(memory, p.shared.statistics);
-  A* const base = SharedAt<A>(memory, p.shared.base);
-  char* const kept = SharedAt<char>(memory, p.shared.kept) + threadIdx.x * kBytes;
-  const bool keeps = p.half == Half::kBoth;
+  const Tile tile(plan, !both && results ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  const Shared<Tile, double> shared(p.shared);
   const T *const x = static_cast<const T*>(call.x), *const r = static_cast<const T*>(call.residual);
   T *const sum = static_cast<T*>(call.sum), *const y = static_cast<T*>(call.y);
+  const int step = r == nullptr ? kStride : 2 * kStride;
+  char* next = shared.kept;
 
+  if constexpr (kKeeps) {
+    if (r == nullptr) {
+      tile.Keep({x}, next);
+    } else {
+      tile.Keep({x, r}, next);
+    }
+  }
   for (int group = static_cast<int>(threadIdx.x); group < tile.groups; group += kThreads) {
     const int64_t at = tile.BaseOf(group);
     const A first = ToCompute(x[at]) + (r == nullptr ? A(0) : ToCompute(r[at]));
-    base[group] = first - first == A(0) ? first : A(0);
+    shared.base[group] = first - first == A(0) ? first : A(0);
   }
 
   struct Loaded {
     V x, residual;
+    char* place;
   };
   const auto load = [&](int64_t at) {
     Loaded loaded;
-    loaded.x = V::Load(x + at);
-    if (r != nullptr) loaded.residual = V::Load(r + at);
+    if constexpr (kKeeps) {
+      loaded.place = next;
+      loaded.x = V::Load(next);
+      if (r != nullptr) loaded.residual = V::Load(next + kStride);
+      next += step;
+    } else {
+      loaded.x = V::Load(x + at);
+      if (r != nullptr) loaded.residual = V::Load(r + at);
+    }
     return loaded;
   };
   const auto added = [&](const Loaded& loaded) {
@@ -214,55 +274,33 @@ __global__ void __launch_bounds__(kThreads, 2)
     return V::Packed(values);
   };
 
-  double* stored = nullptr;
-  if (!keeps) {
-    stored = PartSums<double, A>(call.workspace, call.workspace_size, tile.sample, 0, plan.groups,
-                                 tile.first_group);
-  }
-  const int64_t stride = int64_t{2} * plan.groups;
-  int units = 0;
-  if (p.half != Half::kResults) {
-    SumDeviations(tile, base, SharedAt<A>(memory, p.shared.table), sums, load,
-                  [&](const Loaded& loaded, int64_t at) {
-                    const V s = added(loaded);
-                    if (sum != nullptr) StoreUnit(s, sum + at);
-                    if (keeps) s.Store(kept + units++ * (kThreads * kBytes));
-                    return s;
-                  });
-    if (!keeps) {
-      for (int i = static_cast<int>(threadIdx.x); i < 2 * tile.groups; i += kThreads) {
-        stored[tile.part * stride + i] = sums[i];
-      }
-      return;
+  double* const stored =
+      kKeeps ? nullptr : StoredSums<double, A>(call, tile.sample, tile.first_group);
+  if (both || !results) {
+    SumDeviations<kBatch>(tile, shared, scratch, load, [&](const Loaded& loaded, int64_t at) {
+      if (r == nullptr) return loaded.x;
+      const V s = added(loaded);
+      if (sum != nullptr) StoreUnit(s, sum + at);
+      if constexpr (kKeeps) s.Store(loaded.place);
+      return s;
+    });
+    if (!both) {
+      return StoreSums(shared.sums, tile.groups, stored + int64_t{2} * plan.groups * tile.part);
     }
   }
+  FindStatistics<kKeeps>(call, tile, shared, stored, scratch);
 
-  TotalParts(tile.groups, plan.parts, sums, stored, stride, scratch,
-             [&](int group, const double (&total)[2]) {
-               const double n =
-                   static_cast<double>(plan.group_channels) * static_cast<double>(plan.positions);
-               const double mean = total[0] / n, variance = Without(total[1] / n, mean, mean);
-               const A rstd = static_cast<A>(1 / sqrt((variance < 0 ? 0 : variance) + call.eps));
-               const A shifted = static_cast<A>(static_cast<double>(base[group]) + mean);
-               statistics[2 * group] = shifted;
-               statistics[2 * group + 1] = rstd;
-               const int64_t at = tile.sample * plan.groups + tile.first_group + group;
-               if (tile.part != 0) return;
-               if (call.mean != nullptr) static_cast<A*>(call.mean)[at] = shifted;
-               if (call.rstd != nullptr) static_cast<A*>(call.rstd)[at] = rstd;
-             });
-
-  units = 0;
+  next = shared.kept;
   for (int pass = 0; pass < plan.passes; ++pass) {
     const int slot = pass * plan.width + tile.slot;
     A mean[kChannels] = {}, factor[kChannels] = {}, bias[kChannels] = {};
     tile.ForChannels(slot, [&](int i, int channel, int group) {
-      mean[i] = statistics[2 * group];
-      factor[i] =
-          statistics[2 * group + 1] * ReadParameter<T>(call.scale, tile.first_channel + channel, 1);
+      mean[i] = shared.statistics[2 * group];
+      factor[i] = shared.statistics[2 * group + 1] *
+                  ReadParameter<T>(call.scale, tile.first_channel + channel, 1);
       bias[i] = ReadParameter<T>(call.bias, tile.first_channel + channel, 0);
     });
-    const auto use = [&](const V& s, int64_t at) {
+    const auto write = [&](const V& s, int64_t at) {
       A z[kSize];
       s.Unpack(z);
 #pragma unroll
@@ -273,221 +311,244 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (call.active) Activate<T>(call.activation, z);
       StoreUnit(V::Packed(z), y + at);
     };
-    if (keeps) {
-      tile.template Sweep<2>(
-          slot, [&](int64_t) { return V::Load(kept + units++ * (kThreads * kBytes)); }, use);
+    if constexpr (kKeeps) {
+      const auto reload = [&](int64_t) {
+        const char* const place = next;
+        next += step;
+        return V::Load(place);
+      };
+      tile.template Sweep<2>(slot, reload, write);
     } else {
       tile.template Sweep<4>(slot, load,
-                             [&](const Loaded& loaded, int64_t at) { use(added(loaded), at); });
+                             [&](const Loaded& loaded, int64_t at) { write(added(loaded), at); });
     }
   }
-  if (keeps) AwaitCluster();
+  if constexpr (kKeeps) AwaitCluster();
 }
 
 // -------------------------------------------------------------------------------------------------
 // Backward
 
-template <typename T, int kBytes, bool kLast>
-__global__ void __launch_bounds__(kThreads, 2)
+// What the units of a slot need: z = (x - mean) * factor + bias, where factor is rstd * scale.
+template <typename Tile>
+struct Coefficients {
+  using T = typename Tile::Element;
+  using A = typename Tile::A;
+  static constexpr int kSize = Tile::kSize, kChannels = Tile::kChannels;
+  A mean[kChannels] = {}, factor[kChannels] = {}, bias[kChannels] = {};
+
+  __device__ __forceinline__ Coefficients(const GroupNormBackwardCall& call, const Tile& tile,
+                                          int slot) {
+    const int64_t first = tile.sample * tile.plan.groups + tile.first_group;
+    tile.ForChannels(slot, [&](int i, int channel, int group) {
+      mean[i] = static_cast<const A*>(call.mean)[first + group];
+      factor[i] = static_cast<const A*>(call.rstd)[first + group] *
+                  ReadParameter<T>(call.scale, tile.first_channel + channel, 1);
+      bias[i] = ReadParameter<T>(call.bias, tile.first_channel + channel, 0);
+    });
+  }
+
+  // Replaces x by x - mean, and dy by g.
+  __device__ __forceinline__ void Differentiate(const GroupNormBackwardCall& call, A (&x)[kSize],
+                                                A (&dy)[kSize]) const {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) x[i] -= mean[kChannels == 1 ? 0 : i];
+    if (!call.active) return;
+    A z[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const int c = kChannels == 1 ? 0 : i;
+      z[i] = fma(x[i], factor[c], bias[c]);
+    }
+    PullBack<T>(call.activation, z, dy);
+  }
+};
+
+// The sums of g and of g * (x - mean) of each channel of the set. keep(loaded, g) may store g.
+template <int kBatch, typename Tile, typename Load, typename Keep>
+__device__ __forceinline__ void SumGradients(const GroupNormBackwardCall& call, const Tile& tile,
+                                             const Shared<Tile, typename Tile::A>& shared,
+                                             Scratch<typename Tile::A>& scratch, const Load& load,
+                                             const Keep& keep) {
+  using A = typename Tile::A;
+  constexpr int kSize = Tile::kSize;
+  const Plan& plan = tile.plan;
+  const auto sum_entries = [&](int first, int results, int terms, const auto& entry_of) {
+    SumTerms<kThreads>(
+        results, terms, scratch,
+        [&](int result, int term, A(&values)[2]) {
+          const A* const entry = shared.table + 2 * entry_of(result, term);
+          values[0] = entry[0], values[1] = entry[1];
+        },
+        [&](int result, const A(&found)[2]) {
+          A* const sum = shared.sums + 2 * (first + result);
+          sum[0] = found[0], sum[1] = found[1];
+        });
+  };
+  for (int pass = 0; pass < plan.passes; ++pass) {
+    const int begin = pass * plan.width, slot = begin + tile.slot;
+    const Coefficients<Tile> c(call, tile, slot);
+    A s1[kSize] = {}, s2[kSize] = {};
+    tile.template Sweep<kBatch>(slot, load, [&](const auto& loaded, int64_t) {
+      A x[kSize], g[kSize];
+      loaded.x.Unpack(x);
+      loaded.dy.Unpack(g);
+      c.Differentiate(call, x, g);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        s1[i] += g[i];
+        s2[i] = fma(g[i], x[i], s2[i]);
+      }
+      keep(loaded, g);
+    });
+    if constexpr (Tile::kIsLast) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        A* const entry = shared.table + 2 * (i * kThreads + static_cast<int>(threadIdx.x));
+        entry[0] = s1[i], entry[1] = s2[i];
+      }
+      const int first = begin * kSize;
+      sum_entries(first, min(tile.channels - first, plan.width * kSize), plan.lanes,
+                  [&](int column, int lane) {
+                    return column % kSize * kThreads + tile.ThreadOf(lane, column / kSize);
+                  });
+    } else {
+      A values[2] = {};
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) values[0] += s1[i], values[1] += s2[i];
+      Butterfly(Sum(), values, min(plan.lanes, kWarpSize));
+      if (tile.lane % kWarpSize == 0 && slot < tile.slots) {
+        A* const entry = shared.table + 2 * (tile.lane / kWarpSize * tile.slots + slot);
+        entry[0] = values[0], entry[1] = values[1];
+      }
+    }
+  }
+  if constexpr (!Tile::kIsLast) {
+    sum_entries(0, tile.slots, max(plan.lanes / kWarpSize, 1),
+                [&](int slot, int warp) { return warp * tile.slots + slot; });
+  }
+}
+
+// Writes the gradients of the parameters, and sets the averages c1 and rstd * c2 of each group.
+template <bool kKeeps, typename Tile>
+__device__ __forceinline__ void FindAverages(const GroupNormBackwardCall& call, const Tile& tile,
+                                             const Shared<Tile, typename Tile::A>& shared,
+                                             const typename Tile::A* stored,
+                                             Scratch<typename Tile::A>& scratch) {
+  using A = typename Tile::A;
+  const Plan& plan = tile.plan;
+  const A* const rstd =
+      static_cast<const A*>(call.rstd) + tile.sample * plan.groups + tile.first_group;
+  TotalParts<kKeeps>(tile.channels, plan.parts, shared.sums, stored, 2 * plan.channels, scratch,
+                     [&](int channel, const A(&total)[2]) {
+                       const A dscale = total[1] * rstd[channel / plan.group_channels];
+                       shared.totals[2 * channel] = total[0];
+                       shared.totals[2 * channel + 1] = dscale;
+                       const int64_t at =
+                           tile.sample * plan.channels + tile.first_channel + channel;
+                       if (tile.part != 0) return;
+                       if (call.dbias != nullptr) static_cast<A*>(call.dbias)[at] = total[0];
+                       if (call.dscale != nullptr) static_cast<A*>(call.dscale)[at] = dscale;
+                     });
+  SumTerms<kThreads>(
+      tile.groups, plan.group_channels, scratch,
+      [&](int group, int of, A(&values)[2]) {
+        const int channel = group * plan.group_channels + of;
+        const A scale =
+            ReadParameter<typename Tile::Element>(call.scale, tile.first_channel + channel, 1);
+        values[0] = scale * shared.totals[2 * channel];
+        values[1] = scale * shared.totals[2 * channel + 1];
+      },
+      [&](int group, const A(&found)[2]) {
+        const A n = static_cast<A>(plan.group_channels) * static_cast<A>(plan.positions);
+        shared.statistics[2 * group] = found[0] / n;
+        shared.statistics[2 * group + 1] = rstd[group] * (found[1] / n);
+      });
+}
+
+template <typename T, int kBytes, bool kLast, bool kKeeps>
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks)
     BackwardKernel(const __grid_constant__ Params<GroupNormBackwardCall> p) {
   using Tile = group_norm::Tile<T, kBytes, kLast>;
   using A = typename Tile::A;
   using V = typename Tile::V;
-  constexpr int kSize = Tile::kSize, kChannels = Tile::kChannels;
-  extern __shared__ uint4 memory[];
-  __shared__ A scratch[2][kThreads / kWarpSize];
+  constexpr int kSize = Tile::kSize, kChannels = Tile::kChannels, kStride = Tile::kStride;
+  constexpr int kBatch = kKeeps ? 2 : kBytes == 16 ? 2 : 4;
+  __shared__ Scratch<A> scratch;
 
   LetDependentsStart();
   AwaitPredecessors();
   const GroupNormBackwardCall& call = p.call;
   const Plan& plan = p.plan;
-  const Tile tile(plan, p.half == Half::kResults ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-  A* const sums = SharedAt<A>(memory, p.shared.sums);
-  A* const totals = SharedAt<A>(memory, p.shared.totals);
-  A* const averages = SharedAt<A>(memory, p.shared.statistics);
-  A* const table = SharedAt<A>(memory, p.shared.table);
-  char* const kept = SharedAt<char>(memory, p.shared.kept) + threadIdx.x * kBytes;
-  const bool keeps = p.half == Half::kBoth;
+  const bool both = kKeeps, results = p.half == Half::kResults;
+  const Tile tile(plan, !both && results ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  const Shared<Tile, A> shared(p.shared);
   const T *const x = static_cast<const T*>(call.s), *const dy = static_cast<const T*>(call.dy);
   T* const dx = static_cast<T*>(call.dx);
-  const int64_t first_statistic = tile.sample * plan.groups + tile.first_group;
-  const A* const mean_of = static_cast<const A*>(call.mean) + first_statistic;
-  const A* const rstd_of = static_cast<const A*>(call.rstd) + first_statistic;
+  char* next = shared.kept;
+  if constexpr (kKeeps) tile.Keep({x, dy}, next);
 
   struct Loaded {
-    V x, g;
+    V x, dy;
+    char* place;
   };
-  const auto load = [&](int64_t at) { return Loaded{V::Load(x + at), V::Load(dy + at)}; };
-  // What the units of a slot need.
-  struct Coefficients {
-    A mean[kChannels], rstd[kChannels], scale[kChannels], bias[kChannels];
-  };
-  const auto coefficients_of = [&](int slot) {
-    Coefficients c = {};
-    tile.ForChannels(slot, [&](int i, int channel, int group) {
-      c.mean[i] = mean_of[group];
-      c.rstd[i] = rstd_of[group];
-      c.scale[i] = ReadParameter<T>(call.scale, tile.first_channel + channel, 1);
-      c.bias[i] = ReadParameter<T>(call.bias, tile.first_channel + channel, 0);
-    });
-    return c;
-  };
-  // Sets xhat and g.
-  const auto differentiate = [&](const Coefficients& c, const Loaded& loaded, A(&xhat)[kSize],
-                                 A(&g)[kSize]) {
-    loaded.x.Unpack(xhat);
-    loaded.g.Unpack(g);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      const int at = kChannels == 1 ? 0 : i;
-      xhat[i] = (xhat[i] - c.mean[at]) * c.rstd[at];
+  const auto load = [&](int64_t at) {
+    Loaded loaded;
+    if constexpr (kKeeps) {
+      loaded.place = next + kStride;
+      loaded.x = V::Load(next);
+      loaded.dy = V::Load(next + kStride);
+      next += 2 * kStride;
+    } else {
+      loaded.x = V::Load(x + at);
+      loaded.dy = V::Load(dy + at);
     }
-    if (!call.active) return;
-    A z[kSize];
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      const int at = kChannels == 1 ? 0 : i;
-      z[i] = fma(xhat[i], c.scale[at], c.bias[at]);
-    }
-    PullBack<T>(call.activation, z, g);
+    return loaded;
   };
 
-  A* stored = nullptr;
-  if (!keeps) {
-    stored = PartSums<A, A>(call.workspace, call.workspace_size, tile.sample, 0, plan.channels,
-                            tile.first_channel);
-  }
-  const int64_t stride = 2 * plan.channels;
-  int units = 0;
-  if (p.half != Half::kResults) {
-    for (int pass = 0; pass < plan.passes; ++pass) {
-      const int begin = pass * plan.width, slot = begin + tile.slot;
-      const Coefficients c = coefficients_of(slot);
-      A s1[kSize] = {}, s2[kSize] = {};
-      tile.template Sweep<2>(slot, load, [&](const Loaded& loaded, int64_t) {
-        A xhat[kSize], g[kSize];
-        differentiate(c, loaded, xhat, g);
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          s1[i] += g[i];
-          s2[i] = fma(g[i], xhat[i], s2[i]);
-        }
-        if (!keeps) return;
-        char* const own = kept + units++ * (2 * kThreads * kBytes);
-        loaded.x.Store(own);
-        (call.active ? V::Packed(g) : loaded.g).Store(own + kThreads * kBytes);
-      });
-      if constexpr (kLast) {
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          A* const entry = table + 2 * (i * kThreads + static_cast<int>(threadIdx.x));
-          entry[0] = s1[i], entry[1] = s2[i];
-        }
-        const int first = begin * kSize;
-        SumTerms<kThreads>(
-            min(tile.channels - first, plan.width * kSize), plan.lanes, scratch,
-            [&](int column, int lane, A(&values)[2]) {
-              const int thread = tile.ThreadOf(lane, column / kSize);
-              const A* const entry = table + 2 * (column % kSize * kThreads + thread);
-              values[0] = entry[0], values[1] = entry[1];
-            },
-            [&](int column, const A(&found)[2]) {
-              sums[2 * (first + column)] = found[0];
-              sums[2 * (first + column) + 1] = found[1];
-            });
-      } else {
-        A values[2] = {};
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) values[0] += s1[i], values[1] += s2[i];
-        Butterfly(Sum(), values, min(plan.lanes, kWarpSize));
-        if (tile.lane % kWarpSize == 0 && slot < tile.slots) {
-          A* const entry = table + 2 * (tile.lane / kWarpSize * tile.slots + slot);
-          entry[0] = values[0], entry[1] = values[1];
-        }
-      }
-    }
-    if constexpr (!kLast) {
-      SumTerms<kThreads>(
-          tile.slots, max(plan.lanes / kWarpSize, 1), scratch,
-          [&](int slot, int warp, A(&values)[2]) {
-            const A* const entry = table + 2 * (warp * tile.slots + slot);
-            values[0] = entry[0], values[1] = entry[1];
-          },
-          [&](int slot, const A(&found)[2]) {
-            sums[2 * slot] = found[0];
-            sums[2 * slot + 1] = found[1];
-          });
-    }
-    if (!keeps) {
-      for (int i = static_cast<int>(threadIdx.x); i < 2 * tile.channels; i += kThreads) {
-        stored[tile.part * stride + i] = sums[i];
-      }
-      return;
+  A* const stored = kKeeps ? nullptr : StoredSums<A, A>(call, tile.sample, tile.first_channel);
+  if (both || !results) {
+    SumGradients<kBatch>(call, tile, shared, scratch, load,
+                         [&](const Loaded& loaded, const A(&g)[kSize]) {
+                           if (kKeeps && call.active) V::Packed(g).Store(loaded.place);
+                         });
+    if (!both) {
+      return StoreSums(shared.sums, tile.channels, stored + 2 * plan.channels * tile.part);
     }
   }
+  FindAverages<kKeeps>(call, tile, shared, stored, scratch);
 
-  TotalParts(tile.channels, plan.parts, sums, stored, stride, scratch,
-             [&](int channel, const A(&total)[2]) {
-               totals[2 * channel] = total[0];
-               totals[2 * channel + 1] = total[1];
-               const int64_t at = tile.sample * plan.channels + tile.first_channel + channel;
-               if (tile.part != 0) return;
-               if (call.dbias != nullptr) static_cast<A*>(call.dbias)[at] = total[0];
-               if (call.dscale != nullptr) static_cast<A*>(call.dscale)[at] = total[1];
-             });
-  SumTerms<kThreads>(
-      tile.groups, plan.group_channels, scratch,
-      [&](int group, int of, A(&values)[2]) {
-        const int channel = group * plan.group_channels + of;
-        const A scale = ReadParameter<T>(call.scale, tile.first_channel + channel, 1);
-        values[0] = scale * totals[2 * channel];
-        values[1] = scale * totals[2 * channel + 1];
-      },
-      [&](int group, const A(&found)[2]) {
-        const A n = static_cast<A>(plan.group_channels) * static_cast<A>(plan.positions);
-        averages[2 * group] = found[0] / n;
-        averages[2 * group + 1] = found[1] / n;
-      });
-
-  units = 0;
+  next = shared.kept;
+  const A* const rstd =
+      static_cast<const A*>(call.rstd) + tile.sample * plan.groups + tile.first_group;
   for (int pass = 0; pass < plan.passes; ++pass) {
     const int slot = pass * plan.width + tile.slot;
-    const Coefficients c = coefficients_of(slot);
-    // dx = g * by_g + (x - mean) * by_x + constant
-    A by_g[kChannels] = {}, by_x[kChannels] = {}, constant[kChannels] = {};
+    const Coefficients<Tile> c(call, tile, slot);
+    // dx = g * factor - (x - mean) * by_x - less
+    A by_x[kChannels] = {}, less[kChannels] = {};
     tile.ForChannels(slot, [&](int i, int, int group) {
-      by_g[i] = c.rstd[i] * c.scale[i];
-      by_x[i] = -c.rstd[i] * averages[2 * group + 1] * c.rstd[i];
-      constant[i] = -c.rstd[i] * averages[2 * group];
+      by_x[i] = rstd[group] * shared.statistics[2 * group + 1];
+      less[i] = rstd[group] * shared.statistics[2 * group];
     });
-    const auto use = [&](const Loaded& loaded, int64_t at) {
+    tile.template Sweep<kBatch>(slot, load, [&](const Loaded& loaded, int64_t at) {
       A d[kSize], g[kSize];
-      if (keeps || !call.active) {
-        loaded.g.Unpack(g);
-      } else {
-        differentiate(c, loaded, d, g);
-      }
       loaded.x.Unpack(d);
+      loaded.dy.Unpack(g);
+      if constexpr (kKeeps) {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) d[i] -= c.mean[kChannels == 1 ? 0 : i];
+      } else {
+        c.Differentiate(call, d, g);
+      }
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         const int of = kChannels == 1 ? 0 : i;
-        d[i] = fma(g[i], by_g[of], fma(d[i] - c.mean[of], by_x[of], constant[of]));
+        d[i] = fma(g[i], c.factor[of], -fma(d[i], by_x[of], less[of]));
       }
       StoreUnit(V::Packed(d), dx + at);
-    };
-    if (keeps) {
-      tile.template Sweep<2>(
-          slot,
-          [&](int64_t) {
-            const char* const own = kept + units++ * (2 * kThreads * kBytes);
-            return Loaded{V::Load(own), V::Load(own + kThreads * kBytes)};
-          },
-          use);
-    } else {
-      tile.template Sweep<2>(slot, load, use);
-    }
+    });
   }
-  if (keeps) AwaitCluster();
+  if constexpr (kKeeps) AwaitCluster();
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -503,79 +564,93 @@ cudaError_t GetLimits(Limits* limits) {
     found->processors = device.processors;
     found->shared_per_block = device.shared_per_block - 1024;  // some is not dynamic
     found->shared_per_processor = device.shared_per_processor;
-    const auto kernel =
-        reinterpret_cast<const void*>(KernelOf<GroupNormFamily, BackwardKernel<float, 16, true>>());
+    const auto kernel = reinterpret_cast<const void*>(
+        KernelOf<GroupNormFamily, BackwardKernel<float, 4 * kUnit, true, true>>());
+    // Two blocks on a processor, the fewest that a plan has.
     const LaunchConfig config = {.block = dim3(kThreads),
-                                 .shared = static_cast<size_t>(found->shared_per_block)};
+                                 .shared = static_cast<size_t>(found->shared_per_block / 2)};
     found->max_cluster = LargestCluster(kernel, config, kMaxCluster);
     return cudaSuccess;
   });
 }
 
+template <typename Call, typename T, int kBytes, bool kLast, bool kKeeps>
+cudaError_t LaunchHalf(Params<Call> params, Half half, int64_t blocks, cudaStream_t stream) {
+  params.half = half;
+  void (*kernel)(Params<Call>);
+  if constexpr (std::is_same_v<Call, GroupNormForwardCall>) {
+    kernel = KernelOf<GroupNormFamily, ForwardKernel<T, kBytes, kLast, kKeeps>>();
+  } else {
+    kernel = KernelOf<GroupNormFamily, BackwardKernel<T, kBytes, kLast, kKeeps>>();
+  }
+  const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(blocks)),
+                               .block = dim3(kThreads),
+                               .shared = static_cast<size_t>(params.shared.bytes),
+                               .cluster = kKeeps ? params.plan.parts : 1,
+                               .dependent = true};
+  return Launch(kernel, config, stream, params);
+}
+
 template <typename Call>
-cudaError_t Run(const Call& call, int arrays, int64_t max_parts, bool whole, cudaStream_t stream) {
+cudaError_t Run(const Call& call, Shape shape, int64_t max_parts, int alignment,
+                cudaStream_t stream) {
   if (call.samples == 0) return cudaSuccess;
   Limits limits;
   const cudaError_t error = GetLimits(&limits);
   if (error != cudaSuccess) return error;
-  const int item = static_cast<int>(DTypeSize(call.dtype));
-  const Shape shape = {call.samples,    call.groups, call.channels,    call.positions(),
-                       call.inner == 1, item,        item == 8 ? 8 : 4};
-  const Plan plan = MakePlan(shape, arrays, whole, max_parts, limits);
+  const Plan plan = MakePlan(shape, alignment, max_parts, limits);
   const int64_t blocks = shape.samples * plan.sets * plan.parts;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  const SharedLayout shared =
-      LayoutOf(plan, shape.accumulator, plan.unit * item * arrays, arrays == 2);
+  const Params<Call> params = {call, plan, LayoutOf(plan, shape), {}};
   return ForDType(call.dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     const auto launch = [&](auto unit, auto last) {
       constexpr int kBytes = decltype(unit)::value;
       constexpr bool kLast = decltype(last)::value;
-      void (*kernel)(Params<Call>);
-      if constexpr (std::is_same_v<Call, GroupNormForwardCall>) {
-        kernel = KernelOf<GroupNormFamily, ForwardKernel<T, kBytes, kLast>>();
-      } else {
-        kernel = KernelOf<GroupNormFamily, BackwardKernel<T, kBytes, kLast>>();
-      }
-      const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(blocks)),
-                                   .block = dim3(kThreads),
-                                   .shared = static_cast<size_t>(shared.bytes),
-                                   .cluster = plan.kept_units > 0 ? plan.parts : 1,
-                                   .dependent = true};
       if (plan.kept_units > 0) {
-        return Launch(kernel, config, stream, Params<Call>{call, plan, shared, Half::kBoth});
+        return LaunchHalf<Call, T, kBytes, kLast, true>(params, Half::kSums, blocks, stream);
       }
       const cudaError_t error =
-          Launch(kernel, config, stream, Params<Call>{call, plan, shared, Half::kSums});
+          LaunchHalf<Call, T, kBytes, kLast, false>(params, Half::kSums, blocks, stream);
       if (error != cudaSuccess) return error;
-      return Launch(kernel, config, stream, Params<Call>{call, plan, shared, Half::kResults});
+      return LaunchHalf<Call, T, kBytes, kLast, false>(params, Half::kResults, blocks, stream);
     };
     const auto by_layout = [&](auto unit) {
       return plan.last ? launch(unit, std::true_type()) : launch(unit, std::false_type());
     };
-    if constexpr (sizeof(T) < 8) {
-      if (plan.unit > 1) return by_layout(std::integral_constant<int, 16>());
+    constexpr int kItem = static_cast<int>(sizeof(T));
+    if constexpr (kItem < 8) {
+      if (plan.unit > 1) return by_layout(std::integral_constant<int, kUnit * kItem>());
     }
-    return by_layout(std::integral_constant<int, static_cast<int>(sizeof(T))>());
+    return by_layout(std::integral_constant<int, kItem>());
   });
 }
 
+Shape ShapeOf(const GroupNormCall& call, int arrays, bool backward) {
+  const int item = static_cast<int>(DTypeSize(call.dtype));
+  return {call.samples, call.groups,       call.channels, call.positions(), call.inner == 1,
+          item,         item == 8 ? 8 : 4, arrays,        backward};
+}
+
+// The largest power of two up to 16 that divides all addresses.
 template <typename... Pointers>
-bool AreWhole(const Pointers*... pointers) {
-  return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+int AlignmentOf(const Pointers*... pointers) {
+  const uintptr_t bits = (uintptr_t{16} | ... | reinterpret_cast<uintptr_t>(pointers));
+  return static_cast<int>(bits & -bits);
 }
 
 }  // namespace
 
 cudaError_t GroupNormForward(const GroupNormForwardCall& call, cudaStream_t stream) {
-  const bool whole = AreWhole(call.x, call.residual, call.y, call.sum);
   // A part's sums are two doubles of each group.
-  return Run(call, 1, call.workspace_size / (call.groups * 4), whole, stream);
+  return Run(call, ShapeOf(call, call.residual == nullptr ? 1 : 2, false),
+             call.workspace_size / (call.groups * 4),
+             AlignmentOf(call.x, call.residual, call.y, call.sum), stream);
 }
 
 cudaError_t GroupNormBackward(const GroupNormBackwardCall& call, cudaStream_t stream) {
-  const bool whole = AreWhole(call.dy, call.s, call.dx);
-  return Run(call, 2, call.workspace_size / (call.all_channels() * 2), whole, stream);
+  return Run(call, ShapeOf(call, 2, true), call.workspace_size / (call.all_channels() * 2),
+             AlignmentOf(call.dy, call.s, call.dx), stream);
 }
 
 cudaError_t LoadGroupNormKernels() {

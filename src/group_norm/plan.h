@@ -23,11 +23,21 @@ namespace jax_fastops::group_norm {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kMaxCluster = 16;
+// Elements of a unit: more would take more registers, and fewer blocks would be resident. Then
+// loads would wait for the arithmetic: on one H200, bfloat16, (16, 64, 64, 320), two blocks with
+// units of 8 elements took 73 us for a forward.
+inline constexpr int kUnit = 4;
+// Blocks of a processor that have the registers for it.
+inline constexpr int kForwardBlocks = 4, kBackwardBlocks = 3;
 
 struct Shape {
   int64_t samples, groups, channels, positions;  // channels of a group
   bool last;                                     // the channels are
   int item, accumulator;                         // bytes
+  int arrays;                                    // that are kept
+  bool backward;
+
+  constexpr int most() const { return backward ? kBackwardBlocks : kForwardBlocks; }
 };
 
 struct Limits {
@@ -64,9 +74,10 @@ struct SharedLayout {
   int bytes;
 };
 
-constexpr SharedLayout LayoutOf(const Plan& plan, int accumulator, int kept_bytes, bool backward) {
+constexpr SharedLayout LayoutOf(const Plan& plan, const Shape& shape) {
   SharedLayout at = {};
-  const int channels = plan.set_channels();
+  const int channels = plan.set_channels(), accumulator = shape.accumulator;
+  const bool backward = shape.backward;
   at.totals = backward ? channels * 2 * accumulator : plan.set_groups * 16;
   at.statistics = at.totals + (backward ? channels * 2 * accumulator : 0);
   at.base = at.statistics + plan.set_groups * 2 * accumulator;
@@ -77,7 +88,7 @@ constexpr SharedLayout LayoutOf(const Plan& plan, int accumulator, int kept_byte
                       : backward ? std::max(warps * plan.slots(), kThreads)
                                  : kThreads;
   at.kept = static_cast<int>(RoundUp(at.table + entries * 2 * accumulator, 16));
-  at.bytes = at.kept + plan.kept_units * kThreads * kept_bytes;
+  at.bytes = at.kept + plan.kept_units * kThreads * plan.unit * shape.item * shape.arrays;
   return at;
 }
 
@@ -104,18 +115,16 @@ inline void Divide(int groups, int64_t parts, bool keep, Plan* plan) {
                           : 0;
 }
 
-// The most blocks of such a plan that are resident by their shared memory, 0 if none fits.
-inline int Resident(const Plan& plan, const Shape& shape, int arrays, const Limits& limits) {
+// The blocks of such a plan that are resident by their shared memory, 0 if none fits.
+inline int Resident(const Plan& plan, const Shape& shape, const Limits& limits) {
   if (plan.kept_units > 4096) return 0;
-  const int kept = plan.unit * shape.item * arrays;
-  const int bytes = LayoutOf(plan, shape.accumulator, kept, arrays == 2).bytes;
+  const int bytes = LayoutOf(plan, shape).bytes;
   return bytes > limits.shared_per_block ? 0 : limits.shared_per_processor / (bytes + 2048);
 }
 
-// `arrays` are kept: one in the forward, two in the backward. `whole`: the arrays are aligned to 16
-// bytes. `max_parts`: the parts for whose sums there is a workspace.
-inline Plan MakePlan(const Shape& shape, int arrays, bool whole, int64_t max_parts,
-                     const Limits& limits) {
+// `alignment` of the arrays in bytes, at most 16. `max_parts`: the parts for whose sums there is a
+// workspace.
+inline Plan MakePlan(const Shape& shape, int alignment, int64_t max_parts, const Limits& limits) {
   Plan plan = {};
   plan.channels = shape.groups * shape.channels;
   plan.positions = shape.positions;
@@ -123,7 +132,9 @@ inline Plan MakePlan(const Shape& shape, int arrays, bool whole, int64_t max_par
   plan.group_channels = static_cast<int32_t>(shape.channels);
   plan.last = shape.last;
   const int64_t contiguous = shape.last ? plan.channels : shape.positions;
-  plan.unit = whole && shape.item < 8 && contiguous * shape.item % 16 == 0 ? 16 / shape.item : 1;
+  const int bytes = kUnit * shape.item;
+  const bool whole = alignment % bytes == 0 && contiguous * shape.item % bytes == 0;
+  plan.unit = whole && shape.item < 8 ? kUnit : 1;
   // The groups of a set that begins and ends with a whole unit.
   int least = 1;
   if (shape.last) {
@@ -147,14 +158,14 @@ inline Plan MakePlan(const Shape& shape, int arrays, bool whole, int64_t max_par
     wanted = sets_of(plan.width / shape.channels);
   }
   const auto blocks = [&] { return shape.samples * plan.sets * plan.parts; };
-  for (const int resident : {2, 1}) {
+  for (int resident = shape.most(); resident > 1; --resident) {
     for (int groups = wanted;; groups = sets_of(groups / 2)) {
       for (int parts = 1; parts <= limits.max_cluster; parts *= 2) {
         Divide(groups, parts, true, &plan);
-        if (plan.parts != parts || Resident(plan, shape, arrays, limits) < resident) continue;
+        if (plan.parts != parts || Resident(plan, shape, limits) < resident) continue;
         // More parts if there are few blocks, as long as each thread has some units.
         for (int more = 2 * parts;
-             more <= limits.max_cluster && blocks() < limits.processors * 2 && plan.kept_units >= 8;
+             more <= limits.max_cluster && blocks() < limits.processors * 2 && plan.kept_units >= 4;
              more *= 2) {
           const Plan before = plan;
           Divide(groups, more, true, &plan);
@@ -170,11 +181,12 @@ inline Plan MakePlan(const Shape& shape, int arrays, bool whole, int64_t max_par
     }
   }
 
-  // Rows as long as the block is wide, and about eight blocks for each processor.
+  // Rows as long as the block is wide, and as many blocks as are resident.
   const int64_t row = int64_t{kThreads} * (shape.last ? plan.unit : 1);
   const int groups = shape.last ? sets_of(row / shape.channels / least * least) : wanted;
   Divide(groups, 1, false, &plan);
-  const int64_t parts = CeilDiv(int64_t{8} * limits.processors, shape.samples * plan.sets);
+  const int64_t parts =
+      CeilDiv(int64_t{shape.most()} * limits.processors, shape.samples * plan.sets);
   const int64_t most = std::max<int64_t>(1, plan.units * plan.passes / (plan.lanes * 4));
   Divide(groups, std::max<int64_t>(1, std::min({parts, most, max_parts})), false, &plan);
   return plan;

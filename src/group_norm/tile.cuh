@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "core/cuda/activation.cuh"
+#include "core/cuda/async_copy.cuh"
 #include "core/cuda/vec.cuh"
 #include "group_norm/group_norm.h"
 #include "group_norm/plan.h"
@@ -16,6 +17,7 @@ using namespace jax_fastops::group_norm;  // NOLINT: this file is a part of it
 
 template <typename T, int kBytes, bool kLast>
 struct Tile {
+  using Element = T;
   using A = ComputeType<T>;
   using V = Vec<T, kBytes>;
   static constexpr int kSize = V::kSize;
@@ -85,6 +87,43 @@ struct Tile {
       }
       at += kBatch * step;
     }
+  }
+
+  // Copies the units of `kArrays` arrays to this thread's places in shared memory, which begin at
+  // `kept` and follow each other by kArrays * kStride bytes. Only this thread may read them.
+  static constexpr int kStride = kThreads * kBytes;
+  template <int kArrays>
+  __device__ __forceinline__ void Keep(const T* const (&from)[kArrays], char* kept) const {
+    for (int pass = 0; pass < plan.passes; ++pass) {
+      const int of = pass * plan.width + slot;
+      if constexpr (kBytes >= 4) {
+        Sweep<1>(
+            of, [](int64_t at) { return at; },
+            [&](int64_t, int64_t at) {
+#pragma unroll
+              for (int i = 0; i < kArrays; ++i, kept += kStride) {
+                CopyAsync<kBytes, kBytes == 16>(kept, from[i] + at);
+              }
+            });
+      } else {
+        struct Loaded {
+          V units[kArrays];
+        };
+        Sweep<8>(
+            of,
+            [&](int64_t at) {
+              Loaded loaded;
+#pragma unroll
+              for (int i = 0; i < kArrays; ++i) loaded.units[i] = V::Load(from[i] + at);
+              return loaded;
+            },
+            [&](const Loaded& loaded, int64_t) {
+#pragma unroll
+              for (int i = 0; i < kArrays; ++i, kept += kStride) loaded.units[i].Store(kept);
+            });
+      }
+    }
+    AwaitAllCopies();
   }
 
   // Calls set(i, channel, group) for the channels of a slot's units; both are numbered in the set.

@@ -23,24 +23,26 @@ void CheckPlan(Random& random) {
   shape.accumulator = std::max(shape.item, 4);
   if (random.Coin()) shape.channels = jax_fastops::RoundUp(shape.channels, 8) % 2048 + 8;
   if (random.Coin()) shape.positions = jax_fastops::RoundUp(shape.positions, 8);
-  const int arrays = 1 + static_cast<int>(random.Below(2));
-  const bool whole = random.Coin(), clusters = random.Coin();
+  shape.arrays = 1 + static_cast<int>(random.Below(2));
+  shape.backward = shape.arrays == 2 && random.Coin();
+  const bool clusters = random.Coin();
+  const int alignment = 1 << random.Below(5);
   const Limits limits = {132, (clusters ? 226 : 162) << 10, (clusters ? 228 : 164) << 10,
                          clusters ? 16 : 1};
   const int64_t max_parts = random.Size(256);
-  const Plan plan = MakePlan(shape, arrays, whole, max_parts, limits);
-#define PLAN(condition)                                                                   \
-  CHECK(condition,                                                                        \
-        "%lld x %lld x %lld x %lld, last %d, %d bytes, %d arrays, whole %d, clusters %d", \
-        (long long)shape.samples, (long long)shape.groups, (long long)shape.channels,     \
-        (long long)shape.positions, shape.last, shape.item, arrays, whole, clusters)
+  const Plan plan = MakePlan(shape, alignment, max_parts, limits);
+#define PLAN(condition)                                                                     \
+  CHECK(condition,                                                                          \
+        "%lld x %lld x %lld x %lld, last %d, %d bytes, %d arrays, aligned %d, clusters %d", \
+        (long long)shape.samples, (long long)shape.groups, (long long)shape.channels,       \
+        (long long)shape.positions, shape.last, shape.item, shape.arrays, alignment, clusters)
   PLAN(plan.sets >= 1 && plan.parts >= 1 && plan.passes >= 1);
   PLAN(int64_t{plan.sets} * plan.set_groups >= shape.groups);
   PLAN(int64_t{plan.sets - 1} * plan.set_groups < shape.groups);
   PLAN(plan.parts * plan.part_units >= plan.units &&
        (plan.parts - 1) * plan.part_units < plan.units);
   PLAN(plan.units * (shape.last ? 1 : plan.unit) == shape.positions);
-  PLAN(plan.unit == 1 || (whole && plan.unit * shape.item == 16));
+  PLAN(plan.unit == 1 || alignment % (plan.unit * shape.item) == 0);
   // Units are whole words in the array, and in each set.
   PLAN((shape.last ? plan.channels : shape.positions) % plan.unit == 0);
   PLAN(!shape.last || plan.sets == 1 || plan.set_channels() % plan.unit == 0);
@@ -49,8 +51,7 @@ void CheckPlan(Random& random) {
   // A thread that has several passes has one group, and lanes that are reduced are a power of two.
   PLAN(plan.passes == 1 || plan.set_groups == 1);
   PLAN(shape.last || (plan.lanes & (plan.lanes - 1)) == 0);
-  const SharedLayout layout =
-      LayoutOf(plan, shape.accumulator, plan.unit * shape.item * arrays, arrays == 2);
+  const SharedLayout layout = LayoutOf(plan, shape);
   PLAN(layout.bytes <= limits.shared_per_block && layout.statistics % 8 == 0);
   PLAN(layout.kept % 16 == 0 && layout.table % 16 == 0 && layout.base % shape.accumulator == 0);
   if (plan.kept_units > 0) {

@@ -94,7 +94,7 @@ __device__ __forceinline__ void SumTerms(int results, int terms,
     const int result = first + (static_cast<int>(threadIdx.x) >> log_share);
     V sums[kValues] = {};
     if (result < results) {
-#pragma unroll 4
+#pragma unroll 8
       for (int term = rank; term < terms; term += share) {
         V values[kValues];
         load(result, term, values);
