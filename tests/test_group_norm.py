@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, checks
+from harness.case import VARIANT
 from harness.numerics import normal
 from harness.programs import targets_of, value_and_gradients
 
@@ -103,7 +104,7 @@ NCHW = case(
     symbolic=("b, 4, 2, 3", "b, 4, 2, 3", "4", "4"),
     dtypes=("bfloat16", "float32"),
     modes=("native",),
-    basic_only=True,
+    quick=rf"{VARIANT}|value$|vjp$",
 )
 INSTANCE = case(
     "instance",
@@ -116,6 +117,7 @@ INSTANCE = case(
     dtypes=("bfloat16",),
     modes=("native",),
     basic_only=True,
+    quick=rf"{VARIANT}|value$|vjp$",
 )
 ONE_POSITION = case(
     "one_position",
@@ -123,9 +125,10 @@ ONE_POSITION = case(
     1,
     parameters=0,
     symbolic=("b, 16",),
-    dtypes=("float32", "float64"),
+    dtypes=("float64", "float32"),
     modes=("native",),
     basic_only=True,
+    quick=rf"{VARIANT}|value$|vjp$",
 )
 
 
