@@ -237,6 +237,34 @@ def torch_batch_norm(x, scale, bias, residual=None, *, axis, activation=None):
     return getattr(functional(), activation)(y) if activation else y
 
 
+def plain_group_norm(x, scale, bias, residual=None, *, num_groups, axis=-1, activation=None):
+    """As Flax computes it: one pass for the mean and the mean square, then one for the result."""
+    x = x if residual is None else x + residual
+    at = axis % x.ndim
+    y = x.reshape(*x.shape[:at], num_groups, -1, *x.shape[at + 1 :])
+    y = y.astype(jnp.promote_types(x.dtype, jnp.float32))
+    axes = tuple(i for i in range(1, y.ndim) if i != at)
+    mean = y.mean(axes, keepdims=True)
+    variance = jnp.maximum(0, jnp.square(y).mean(axes, keepdims=True) - jnp.square(mean))
+    shape = (num_groups, -1, *(1,) * (x.ndim - at - 1))
+    factor = jax.lax.rsqrt(variance + 1e-6) * scale.astype(y.dtype).reshape(shape)
+    y = (y - mean) * factor + bias.astype(y.dtype).reshape(shape)
+    y = y if activation is None else getattr(jax.nn, activation)(y)
+    return y.reshape(x.shape).astype(x.dtype)
+
+
+def ours_group_norm(x, scale, bias, residual=None, **options):
+    return fo.group_norm(x, scale, bias, residual=residual, **options)
+
+
+def torch_group_norm(x, scale, bias, residual=None, *, num_groups, axis=-1, activation=None):
+    x = x if residual is None else x + residual
+    scale, bias = scale.to(x.dtype), bias.to(x.dtype)
+    y = functional().group_norm(x.movedim(axis, 1), num_groups, scale, bias, 1e-6)
+    y = y.movedim(1, axis)
+    return y if activation is None else torch_activation(activation)(y)
+
+
 @jax.custom_vjp
 def relu_keeping_result(x):
     """ReLU as in frameworks without bitmasks: the gradient is masked by the result, ``y > 0``."""
@@ -538,6 +566,29 @@ BATCHES = (
     *((f"56x56x{c}", (128, 56, 56, c), (16, 56, 56, c)) for c in (3, 17, 63)),
     ("rows", (65536, 1024), (4096, 1024)),
 )
+
+
+def _grouped(name: str, gpu: Shape, cpu: Shape, groups: int = 32, **more) -> tuple[Layout, ...]:
+    """Images with channels last and first, normalized in groups, with silu."""
+    options = {"num_groups": groups, "activation": "silu"} | more
+    residual = options.pop("residual", False)
+    return tuple(
+        dataclasses.replace(layout, options=options | layout.options)
+        for layout in _batches(name, gpu, cpu, residual)
+    )
+
+
+# Shapes of a diffusion model and of its decoder, and instance norm.
+GROUPED_IMAGES = (
+    *_grouped("64x64x320", (16, 64, 64, 320), (2, 64, 64, 320)),
+    *_grouped("32x32x640", (16, 32, 32, 640), (2, 32, 32, 640)),
+    *_grouped("128x128x128", (8, 128, 128, 128), (1, 128, 128, 128)),
+    *_grouped("16x16x1280", (16, 16, 16, 1280), (2, 16, 16, 1280)),
+    *_grouped("one 256x256x256", (1, 256, 256, 256), (1, 64, 64, 256)),
+    *_grouped("one 1024x1024x128", (1, 1024, 1024, 128), (1, 128, 128, 128)),
+    *_grouped("instances 56x56x64", (64, 56, 56, 64), (4, 56, 56, 64), 64, activation="relu"),
+    *_grouped("odd 33x33x60", (32, 33, 33, 60), (4, 33, 33, 60), 4),
+)
 # Variances are drawn like all operands, so some are negative. This epsilon makes all sums positive.
 INFERENCE = {"axis": -1, "activation": "relu", "eps": 9.0}
 
@@ -661,6 +712,7 @@ OPS = (
         slack=1e-3,
         fuses=True,
     ),
+    op("group_norm", f"x, {AFFINE}, x", GROUPED_IMAGES, slack=1e-4),
     op("lerp", "x, x, x", LERPS, **MAY_FUSE),
     op("bias_act", "x, n", _activations(SMOOTH), reference=_plain.bias_act, **MAY_FUSE),
     op(

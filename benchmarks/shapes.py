@@ -113,6 +113,17 @@ def _batch_norm(rng: Rng, op: Op, elements: int):
     return shape, {"axis": axis}, {"operands": operands}
 
 
+def _group_norm(rng: Rng, op: Op, elements: int):
+    groups = rng.choice((1, 4, 8, 32, 32, 32))
+    channels = number(rng, 1, max(1, min(64, elements // (8 * groups))))
+    side = rng.choice((4, 8, 14, 16, 32, 32, 56, 64, 128))
+    n, axis = max(1, elements // (side * side * groups * channels)), rng.choice((-1, -1, 1))
+    image = (side, side)
+    shape = (n, *image, groups * channels) if axis == -1 else (n, groups * channels, *image)
+    options = {"num_groups": groups, "axis": axis, "activation": rng.choice((None, "silu"))}
+    return shape, options, {"operands": cases.of_channels(2, axis)}
+
+
 def _lerp(rng: Rng, op: Op, elements: int):
     shape = rows(rng, elements)
     if len(shape) == 2:

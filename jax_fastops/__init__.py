@@ -25,6 +25,7 @@ from jax_fastops.cross_entropy import cross_entropy
 from jax_fastops.dropout import dropout, dropout_mask
 from jax_fastops.freeze import Frozen, freeze
 from jax_fastops.gated_act import gated_act
+from jax_fastops.group_norm import group_norm
 from jax_fastops.heads import merge_heads, split_heads, split_qkv_heads
 from jax_fastops.lerp import lerp
 from jax_fastops.linear_cross_entropy import linear_cross_entropy
@@ -58,6 +59,7 @@ __all__ = [
     "export_checks",
     "freeze",
     "gated_act",
+    "group_norm",
     "info",
     "kernel_or",
     "layer_norm",

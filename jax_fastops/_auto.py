@@ -127,6 +127,7 @@ _CUDA = _entries([
     ("gated_act_halves", "half", NEVER, size >= 64 * MB),
     ("gated_act_halves", "float32", NEVER, size >= 16 * MB),
     ("gated_act_halves", "float64", NEVER, size >= 4 * MB),
+    ("group_norm", "half float32", size >= MB, size >= MB),
     ("layer_norm", "half", (row_bytes >= 72) & (size >= 4 * MB),
      (row_bytes >= 48) & (row_count >= 160) & (size >= 96 * KB)),
     ("layer_norm", "float32", (row_bytes >= 72) & (size >= 4 * MB),

@@ -25,13 +25,14 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from jax_fastops import _implementation, _patched
-from jax_fastops._arguments import FLOATING, is_epsilon
+from jax_fastops._arguments import FLOATING, flax_groups, is_epsilon
 from jax_fastops._dispatch import Refused, kernel_or
 from jax_fastops.attention import attention
 from jax_fastops.autofuse._losses import losses_by_label
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
 from jax_fastops.bias_act import bias_act
 from jax_fastops.dropout import dropout
+from jax_fastops.group_norm import group_norm
 from jax_fastops.norm import layer_norm, rms_norm
 from jax_fastops.relu import relu
 from jax_fastops.segment_sum import segment_sum
@@ -220,6 +221,22 @@ def _linen_norm(original, *args, **kwargs):
         return kernel_or(lambda: ours(eps=layer.epsilon), lambda: original(*args, **kwargs))()
 
 
+def _linen_group_norm(original, layer, x, *, mask=None, **rest):
+    own = functools.partial(original, layer, x, mask=mask, **rest)
+    both = getattr(layer, "num_groups", None) and getattr(layer, "group_size", None)
+    linen = sys.modules["flax.linen"]  # a subclass may be another function
+    known = type(layer) in (linen.GroupNorm, linen.InstanceNorm)
+    if mask is not None or rest or both or not known or not _takes(x) or x.ndim < 2:
+        return own()
+    groups = flax_groups(layer, x.shape)
+    whole = groups is not None and x.shape[groups["axis"]] % groups["num_groups"] == 0
+    parameters = _linen_parameters(layer, x, groups["axis"]) if groups and whole else None
+    if parameters is None or not getattr(layer, "force_float32_reductions", True):
+        return own()
+    ours = functools.partial(group_norm, x, *parameters, eps=layer.epsilon, **groups)
+    return kernel_or(lambda: ours(), own)()
+
+
 def _active(layer) -> str | None:
     """The name of a norm of Flax that is ours now. A subclass may be another function."""
     linen = sys.modules["flax.linen"]
@@ -274,6 +291,12 @@ _PLACES: dict[str, list[tuple[str, str, Callable]]] = {
     "layer_norm": [*_LINEN_NORMS, ("flax.nnx", "LayerNorm.__call__", _nnx("LayerNorm"))],
     "rms_norm": [*_LINEN_NORMS, ("flax.nnx", "RMSNorm.__call__", _nnx("RMSNorm"))],
     "batch_norm": [*_LINEN_NORMS, ("flax.nnx", "BatchNorm.__call__", _nnx("BatchNorm"))],
+    "group_norm": [
+        ("flax.linen", "GroupNorm.__call__", _linen_group_norm),
+        ("flax.linen", "InstanceNorm.__call__", _linen_group_norm),
+        ("flax.nnx", "GroupNorm.__call__", _nnx("GroupNorm")),
+        ("flax.nnx", "InstanceNorm.__call__", _nnx("InstanceNorm")),
+    ],
     "dropout": [
         ("flax.linen", "Dropout.__call__", _linen_dropout),
         ("flax.nnx", "Dropout.__call__", _nnx("Dropout")),
@@ -398,6 +421,7 @@ class patch(contextlib.ContextDecorator):
     ``"layer_norm"``    ``LayerNorm`` of ``flax.nnx`` and ``flax.linen``
     ``"rms_norm"``      ``RMSNorm`` of ``flax.nnx`` and ``flax.linen``
     ``"batch_norm"``    ``BatchNorm`` of ``flax.nnx`` and ``flax.linen``
+    ``"group_norm"``    ``GroupNorm`` and ``InstanceNorm`` of ``flax.nnx`` and ``flax.linen``
     ``"dropout"``       ``Dropout`` of ``flax.nnx`` and ``flax.linen``, with the masks of
                         :func:`dropout_mask`, which are not Flax's
     =================== =======================================================================

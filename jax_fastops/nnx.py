@@ -1,4 +1,4 @@
-"""Layers for Flax NNX on the kernels: ``BatchNorm``, ``LayerNorm``, ``RMSNorm`` and ``Dropout``.
+"""Layers for Flax NNX on the kernels: norms and ``Dropout``.
 
 ``dot_product_attention`` is for Flax's layer of attention.
 
@@ -44,6 +44,7 @@ from jax_fastops import (
     batch_norm,
     batch_norm_inference,
     dropout,
+    group_norm,
     kernel_or,
     layer_norm,
     relu,
@@ -51,6 +52,8 @@ from jax_fastops import (
     residual_rms_norm,
     rms_norm,
 )
+from jax_fastops._activations import ACTIVATIONS, Activation
+from jax_fastops._arguments import flax_groups
 
 try:
     from flax import nnx as _flax
@@ -61,7 +64,15 @@ except ImportError as _error:
         f"({_error}); install it with: pip install 'flax>=0.12'"
     ) from _error
 
-__all__ = ["BatchNorm", "Dropout", "LayerNorm", "RMSNorm", "dot_product_attention"]
+__all__ = [
+    "BatchNorm",
+    "Dropout",
+    "GroupNorm",
+    "InstanceNorm",
+    "LayerNorm",
+    "RMSNorm",
+    "dot_product_attention",
+]
 
 _DTYPES = {"float32", "bfloat16", "float16", "float64"}  # of the ops
 
@@ -515,6 +526,141 @@ class RMSNorm(_RowNorm, _flax.RMSNorm):
         self.activation = _checked("RMSNorm", activation)
 
 
+def _group_norm(layer, flax_call, x, mask=None, residual=None):
+    """Calls a ``GroupNorm`` or an ``InstanceNorm``."""
+    x = x if hasattr(x, "shape") else jnp.asarray(x)
+    activation = getattr(layer, "activation", None)
+    summand = given = None
+    if residual is not None and mask is None and np.shape(residual) == np.shape(x):
+        # As for row norms, the kernel adds only in the dtype that is normalized.
+        dtype = jnp.result_type(x, residual)
+        given = _group_operands(layer, _as(x, dtype))
+        if given is not None and dtype == given[0].x.dtype == given[0].dtype:
+            summand = _as(residual, dtype)
+    if summand is None:
+        x = x if residual is None else x + residual
+        given = _group_operands(layer, x) if mask is None else None
+
+    def flax():
+        total = x if summand is None else x + summand
+        y = flax_call(total, mask=mask)
+        return y if activation is None else ACTIVATIONS[activation](y)
+
+    if given is None:
+        return flax()
+    operands, groups = given
+    options = dict(groups, eps=float(layer.epsilon), activation=activation, residual=summand)
+
+    def fused():
+        y = group_norm(operands.x, *operands.parameters, **options)
+        return _as(y, operands.dtype)
+
+    return kernel_or(fused, flax)()
+
+
+def _group_operands(layer, x) -> tuple[_Operands, dict[str, int]] | None:
+    """The operands and the groups for the op, or ``None`` if Flax's code runs."""
+    if np.ndim(x) < 2 or not _is_epsilon(layer.epsilon):
+        return None
+    groups = flax_groups(layer, x.shape)
+    if groups is None or x.shape[groups["axis"]] % groups["num_groups"]:
+        return None
+    parameters = [_variable(layer.scale), _variable(layer.bias)]
+    if any(p is not None and p.shape != (x.shape[groups["axis"]],) for p in parameters):
+        return None
+    operands = _operands(layer, x, [], parameters)
+    return None if operands is None else (operands, groups)
+
+
+class _GroupNorm:
+    """A call of a norm of each sample."""
+
+    def __call__(
+        self, x: ArrayLike, *, mask: jax.Array | None = None, residual: ArrayLike | None = None
+    ) -> jax.Array:
+        """Normalizes ``x``, or ``x + residual``.
+
+        Args:
+          x: array with the features at the axis of Flax's layer.
+          mask: boolean array that broadcasts to ``x``: the elements that count for the statistics.
+          residual: array that is added to ``x`` before the norm, or ``None``. The kernel adds it if
+            it has the shape of ``x`` and the sum has the dtype of the result.
+
+        Returns:
+          An array with the shape of the sum and the dtype of Flax's layer.
+
+        Raises:
+          TypeError: the shapes of ``x``, ``residual`` and ``num_features`` are not compatible.
+        """
+        call = super().__call__  # type: ignore[misc]
+        return _group_norm(self, call, x, mask, residual)
+
+
+def _activation_of(layer: str, activation):
+    if activation is not None and activation not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(
+            f"{layer}: activation is {activation!r}; it must be None or one of {known}"
+        )
+    return activation
+
+
+class GroupNorm(_GroupNorm, _flax.GroupNorm):
+    """``flax.nnx.GroupNorm`` on :func:`jax_fastops.group_norm`, fused with a residual.
+
+    ``activation((s - mean) * rsqrt(var + epsilon) * scale + bias)`` where ``s = x + residual``.
+
+    Args:
+      num_features: the size of the feature axis, the last one.
+      activation: ``None`` or the name of an activation of :func:`jax_fastops.group_norm`.
+      **kwargs: all other arguments of ``flax.nnx.GroupNorm``, with its defaults.
+
+    Variables: ``scale`` and ``bias`` (``nnx.Param``), each ``[num_features]``, as in Flax's layer.
+
+    Calls that do not reduce over all axes except the first one, or have a ``mask`` or an
+    ``axis_name``, run Flax's code.
+
+    Residuals: those of :func:`jax_fastops.group_norm`.
+
+    Raises:
+      TypeError: as Flax's constructor.
+      ValueError: as Flax's constructor, or ``activation`` is not known.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jax_fastops import nnx as fo_nnx
+      >>> norm = fo_nnx.GroupNorm(8, num_groups=2, activation="silu", rngs=nnx.Rngs(0))
+      >>> norm(jnp.ones((2, 4, 4, 8))).shape
+      (2, 4, 4, 8)
+    """
+
+    @_signature_of(_flax.GroupNorm.__init__)
+    def __init__(
+        self, num_features: int, *args: Any, activation: Activation | None = None, **kwargs: Any
+    ):
+        super().__init__(num_features, *args, **kwargs)
+        self.activation = _activation_of("GroupNorm", activation)
+
+
+class InstanceNorm(_GroupNorm, _flax.InstanceNorm):
+    """``flax.nnx.InstanceNorm`` on :func:`jax_fastops.group_norm`, fused with a residual.
+
+    A :class:`GroupNorm` whose groups have one feature. The arguments, variables and errors are
+    those of Flax's layer, and ``activation``.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jax_fastops import nnx as fo_nnx
+      >>> fo_nnx.InstanceNorm(8, rngs=nnx.Rngs(0))(jnp.ones((2, 4, 4, 8))).shape
+      (2, 4, 4, 8)
+    """
+
+    @_signature_of(_flax.InstanceNorm.__init__)
+    def __init__(self, num_features: int, *, activation: Activation | None = None, **kwargs: Any):
+        super().__init__(num_features, **kwargs)
+        self.activation = _activation_of("InstanceNorm", activation)
+
+
 def in_place_of(
     name: str, layer: Any, flax_call: Callable[..., Any], x: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -523,6 +669,8 @@ def in_place_of(
         return _batch_norm(layer, flax_call, x, *args, **kwargs)
     if name == "Dropout":
         return _dropout(layer, flax_call, x, *args, **kwargs)
+    if name in ("GroupNorm", "InstanceNorm"):
+        return _group_norm(layer, flax_call, x, *args, **kwargs)
     mask = args[0] if args else kwargs.get("mask")
     return _row_norm(layer, flax_call, x, mask, None, False, None)
 

@@ -3,8 +3,8 @@
 // To add one, name it in FASTOPS_ACTIVATIONS, write its formula here, and its name and meaning in
 // jax_fastops/_activations.py. Everything else follows from these lists.
 //
-// A formula is a template of M, the operations of a backend (elementwise/activation_math.h,
-// elementwise/activation.cuh):
+// A formula is a template of M, the operations of a backend (core/cpu/activation_math.h,
+// core/cuda/activation.cuh):
 //
 //   Vec                    a number, or a vector of numbers
 //   Set, Add, Sub, Mul, MulAdd, Less, Select

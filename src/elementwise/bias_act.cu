@@ -12,10 +12,10 @@
 
 #include <utility>
 
+#include "core/cuda/activation.cuh"
 #include "core/cuda/elements.cuh"
 #include "core/cuda/elements_sums.cuh"
 #include "core/cuda/launch.h"
-#include "elementwise/activation.cuh"
 #include "elementwise/bias_relu.cuh"
 
 namespace jax_fastops::cuda {

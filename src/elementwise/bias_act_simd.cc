@@ -2,7 +2,8 @@
 // element type. The addition is cheap next to the exponential, and no array has to be stored.
 #include "elementwise/bias_act_simd.h"
 
-#include "elementwise/activation_math.h"
+#include "core/cpu/activation_math.h"
+#include "core/cpu/block_math.h"
 
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
@@ -70,6 +71,6 @@ struct BiasAct<E, Activation::kRelu> {
 }  // namespace
 
 extern const BiasActKernels bias_act_kernels;
-constinit const BiasActKernels bias_act_kernels = EachActivation<BiasAct>();
+constinit const BiasActKernels bias_act_kernels = EachActivation<BiasActKernels, BiasAct>();
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -4,9 +4,9 @@
 // A pure element-wise pass, bound by memory. Two operands are one long row. The halves of one array
 // are rows of n elements, 2 n apart. The activation is a run-time switch: it is the same for all
 // threads, and costs nothing next to the memory accesses.
+#include "core/cuda/activation.cuh"
 #include "core/cuda/flat_elements.cuh"
 #include "core/cuda/launch.h"
-#include "elementwise/activation.cuh"
 #include "elementwise/bias_act.h"
 
 namespace jax_fastops::cuda {

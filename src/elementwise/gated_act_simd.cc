@@ -1,5 +1,7 @@
 // The inner loops of gated_act_cpu.cc: y = act(gate) * up, and the gradients of both operands.
-#include "elementwise/activation_math.h"
+#include "core/cpu/activation_math.h"
+#include "core/cpu/block_math.h"
+#include "elementwise/bias_act_simd.h"
 
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
@@ -38,6 +40,6 @@ struct GatedAct {
 }  // namespace
 
 extern const BiasActKernels gated_act_kernels;
-constinit const BiasActKernels gated_act_kernels = EachActivation<GatedAct>();
+constinit const BiasActKernels gated_act_kernels = EachActivation<BiasActKernels, GatedAct>();
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -48,6 +48,41 @@ __device__ __forceinline__ uint32_t ClusterIndex() {
   return index;
 }
 
+// A barrier of the cluster, in two parts: after Await, all blocks see what each of them stored
+// before it arrived. Without clusters, a barrier of the block.
+__device__ __forceinline__ void ArriveAtCluster() {
+  if constexpr (kHopper) {
+    if (BlocksOfCluster() > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  }
+}
+__device__ __forceinline__ void AwaitCluster() {
+  if constexpr (kHopper) {
+    if (BlocksOfCluster() > 1) {
+      asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+      return;
+    }
+  }
+  __syncthreads();
+}
+
+// What another block of the cluster has where `own` is in this block's shared memory.
+template <typename A>
+__device__ __forceinline__ A FromBlock(const A* own, int block) {
+  A value = *own;
+  if constexpr (kHopper) {
+    if (BlocksOfCluster() > 1) {
+      uint32_t from = SharedAddress(own);
+      asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(from) : "r"(block));
+      if constexpr (sizeof(A) == 4) {
+        asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
+      } else {
+        asm volatile("ld.shared::cluster.f64 %0, [%1];" : "=d"(value) : "r"(from) : "memory");
+      }
+    }
+  }
+  return value;
+}
+
 struct Sum {
   template <typename A>
   static __device__ __forceinline__ A Identity() {

@@ -79,6 +79,35 @@ __device__ __forceinline__ void AddParts(const V* values, int parts, int width, 
   if constexpr (kReused) __syncthreads();
 }
 
+// Adds up `terms` terms of each of `results` results. load(result, term, values) sets a term, and
+// write(result, sums) gets the sums. All threads of the block call it. It begins and ends with a
+// barrier, so `load` may read what other threads stored before, and others what `write` stores.
+template <int kThreads, typename V, int kValues, typename Load, typename Write>
+__device__ __forceinline__ void SumTerms(int results, int terms,
+                                         V (&scratch)[kValues][kThreads / kWarpSize],
+                                         const Load& load, const Write& write) {
+  int log_share = 0;  // of the threads of a result
+  while (1 << log_share < terms && results << (log_share + 1) <= kThreads) ++log_share;
+  const int share = 1 << log_share, rank = static_cast<int>(threadIdx.x) & (share - 1);
+  __syncthreads();
+  for (int first = 0; first < results; first += kThreads >> log_share) {
+    const int result = first + (static_cast<int>(threadIdx.x) >> log_share);
+    V sums[kValues] = {};
+    if (result < results) {
+#pragma unroll 8
+      for (int term = rank; term < terms; term += share) {
+        V values[kValues];
+        load(result, term, values);
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) sums[i] += values[i];
+      }
+    }
+    ReduceNeighbors(Sum(), sums, share, scratch);
+    if (rank == 0 && result < results) write(result, sums);
+  }
+  __syncthreads();
+}
+
 // Which result of the block a thread has, or -1, and its number among the threads that have it.
 struct SumsOwner {
   int result, writer, writers;

@@ -18,8 +18,8 @@
 // a polynomial of q = 1 / (1 + c a), fitted for the smallest relative error over the a that matter.
 //
 // For float64 there is time for the math library.
-#ifndef JAX_FASTOPS_ELEMENTWISE_ACTIVATION_CUH_
-#define JAX_FASTOPS_ELEMENTWISE_ACTIVATION_CUH_
+#ifndef JAX_FASTOPS_CORE_CUDA_ACTIVATION_CUH_
+#define JAX_FASTOPS_CORE_CUDA_ACTIVATION_CUH_
 
 #include <type_traits>
 
@@ -242,4 +242,4 @@ __device__ __forceinline__ void ForActivation(Activation activation, const Visit
 
 }  // namespace jax_fastops::cuda
 
-#endif  // JAX_FASTOPS_ELEMENTWISE_ACTIVATION_CUH_
+#endif  // JAX_FASTOPS_CORE_CUDA_ACTIVATION_CUH_

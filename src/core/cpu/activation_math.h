@@ -1,12 +1,11 @@
 // The operations of core/activation.h on vectors of the accumulator type, and the kernels of all
 // activations, for the instruction set for which a *_simd.cc file is compiled. As in simd_math.h,
 // everything is in the anonymous namespace.
-#ifndef JAX_FASTOPS_ELEMENTWISE_ACTIVATION_MATH_H_
-#define JAX_FASTOPS_ELEMENTWISE_ACTIVATION_MATH_H_
+#ifndef JAX_FASTOPS_CORE_CPU_ACTIVATION_MATH_H_
+#define JAX_FASTOPS_CORE_CPU_ACTIVATION_MATH_H_
 
 #include "core/activation.h"
-#include "core/cpu/block_math.h"
-#include "elementwise/bias_act_simd.h"
+#include "core/cpu/simd_math.h"
 
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
@@ -176,8 +175,8 @@ struct ActivationMath : A {
 };
 
 // The functions Op<E, activation>::Forward and Backward of all activations and element types E.
-template <template <typename, Activation> class Op>
-constexpr BiasActKernels EachActivation() {
+template <typename Kernels, template <typename, Activation> class Op>
+constexpr Kernels EachActivation() {
 #define FASTOPS_BY_DTYPE(Formula, name)                                            \
   {Op<E32, Activation::k##Formula>::name, Op<EBF16, Activation::k##Formula>::name, \
    Op<EF16, Activation::k##Formula>::name, Op<E64, Activation::k##Formula>::name},
@@ -192,4 +191,4 @@ constexpr BiasActKernels EachActivation() {
 }  // namespace
 }  // namespace jax_fastops::cpu::FASTOPS_ISA
 
-#endif  // JAX_FASTOPS_ELEMENTWISE_ACTIVATION_MATH_H_
+#endif  // JAX_FASTOPS_CORE_CPU_ACTIVATION_MATH_H_

@@ -1,0 +1,53 @@
+// The inner loops of group_norm_cpu.cc for one instruction set. isa.h says what this header may
+// contain.
+#ifndef JAX_FASTOPS_GROUP_NORM_GROUP_NORM_SIMD_H_
+#define JAX_FASTOPS_GROUP_NORM_GROUP_NORM_SIMD_H_
+
+#include <stdint.h>
+
+#include "core/activation.h"
+#include "core/cpu/isa.h"
+#include "core/dtype.h"
+
+namespace jax_fastops::cpu {
+
+// Some groups of a sample. Arrays begin at its first element.
+struct GroupNormSet {
+  int64_t groups, group_channels, positions;
+  // Elements between neighboring channels and positions. One of them is 1.
+  int64_t channel_step, position_step;
+  const char *x = nullptr, *residual = nullptr, *dy = nullptr;
+  char *y = nullptr, *sum = nullptr, *dx = nullptr;
+  // Row r of the coefficients of channels, in the accumulator's type, is r * groups *
+  // group_channels numbers after the first one.
+  const void* coefficients;
+  double* sums;   // two of each channel
+  double* bases;  // of each group
+
+  int64_t channels() const { return groups * group_channels; }
+};
+
+// The rows of coefficients. The forward has the first three, where kFactor is rstd * scale.
+enum GroupNormRow { kMean, kFactor, kBias, kRstd, kByG, kByX, kConstant, kGroupNormRows };
+
+struct GroupNormActive {
+  using Kernel = void(const GroupNormSet& set);
+  // y.
+  Kernel* forward[kNumActivations][kNumDTypes];
+  // The sums of g and of g * xhat; or dx, if that is not null.
+  Kernel* backward[kNumActivations][kNumDTypes];
+};
+// Without activation, and the sums of x + residual - base and of their squares, for a base of each
+// group that is also a result.
+struct GroupNormKernels {
+  GroupNormActive active;
+  GroupNormActive::Kernel *forward[kNumDTypes], *backward[kNumDTypes], *deviations[kNumDTypes];
+  // n elements in the accumulator's type.
+  using Widen = void(const void* from, int64_t n, void* to);
+  Widen* widen[kNumDTypes];
+};
+FASTOPS_DECLARE_KERNELS(GroupNormKernels, group_norm_kernels)
+
+}  // namespace jax_fastops::cpu
+
+#endif  // JAX_FASTOPS_GROUP_NORM_GROUP_NORM_SIMD_H_
