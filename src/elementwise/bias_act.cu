@@ -17,6 +17,7 @@
 #include "core/cuda/launch.h"
 #include "elementwise/activation.cuh"
 #include "elementwise/bias_relu.cuh"
+#include "elementwise/relu_select.cuh"
 
 namespace jax_fastops::cuda {
 namespace {
@@ -119,6 +120,11 @@ cudaError_t BiasActBackward(const BroadcastShape& shape, DType dtype, Activation
 cudaError_t BiasReluBackward(const BroadcastShape& shape, DType dtype, const void* dy,
                              const uint8_t* mask, const Gradient gradients[2],
                              SumWorkspace workspace, cudaStream_t stream) {
+  if (gradients[1].data == nullptr) {
+    const ReluMask layout = bias_relu::MaskOf(shape, 0, const_cast<uint8_t*>(mask));
+    return relu_select::ReluSelect<BiasActKernels>(shape.elements(), dtype, dy, layout,
+                                                   gradients[0].data, stream);
+  }
   const Operand bits[1] = {{mask, false}};
   return BackwardWithSums(SelectByMask(), shape, dtype, dy, bits, gradients, workspace, stream);
 }

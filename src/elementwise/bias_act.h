@@ -22,9 +22,10 @@ struct GatedShape {
 
 namespace jax_fastops::FASTOPS_BACKEND {
 
-// out = act(x + bias). Arrays of `shape`: x, bias, and for relu with a mask also the mask, whose
-// strides count bits. `mask` is null if it is not requested. Bit i of a byte is set if element i of
-// its eight elements is greater than 0. Unused bits at the end of a row are 0.
+// out = act(x + bias). For relu, `bias` may be null. Arrays of `shape`: x, bias, and for relu with
+// a mask also the mask, whose strides count bits. `mask` is null if it is not requested. Bit i of a
+// byte is set if element i of its eight elements is greater than 0. Unused bits at the end of a row
+// are 0.
 Status BiasActForward(const BroadcastShape& shape, DType dtype, Activation activation,
                       const Operand operands[2], void* out, uint8_t* mask, Queue queue);
 
@@ -34,6 +35,7 @@ Status BiasActBackward(const BroadcastShape& shape, DType dtype, Activation acti
                        SumWorkspace workspace, Queue queue);
 
 // Arrays of `shape`: the mask, dx, dbias. The cotangent is selected by the mask, never multiplied.
+// One of the gradients is requested.
 Status BiasReluBackward(const BroadcastShape& shape, DType dtype, const void* dy,
                         const uint8_t* mask, const Gradient gradients[2], SumWorkspace workspace,
                         Queue queue);

@@ -17,8 +17,8 @@ void BiasActForward(const BroadcastShape& shape, DType dtype, Activation activat
   const InputArray in[] = {Input(operands[0], 0), Input(operands[1], 1)};
   const OutputArray results[] = {{out, kResult, Storage::kElement}, {mask, 2, Storage::kBits}};
   const bool has_mask = activation == Activation::kRelu && mask != nullptr;
-  // Without a mask, the kernel gets a null pointer as the second output.
-  RunBlocks(shape, dtype, in, 2, results, has_mask ? 2 : 1,
+  // Without a bias or a mask, the kernel gets a null pointer.
+  RunBlocks(shape, dtype, in, operands[1].data != nullptr ? 2 : 1, results, has_mask ? 2 : 1,
             Kernels().forward[static_cast<int>(activation)][static_cast<int>(dtype)], executor);
 }
 

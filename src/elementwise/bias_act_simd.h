@@ -10,7 +10,7 @@ namespace jax_fastops::cpu {
 
 // Kernels by Activation and DType. The comments give the inputs; the outputs.
 struct BiasActKernels {
-  // x, bias; the result, and for relu the mask.
+  // x, bias; the result, and for relu the mask. For relu, bias and mask may be absent.
   BlockKernel* forward[kNumActivations][kNumDTypes];
   // dy, x, bias (for relu: dy, the mask); dx, dbias.
   BlockKernel* backward[kNumActivations][kNumDTypes];
