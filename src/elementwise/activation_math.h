@@ -6,7 +6,7 @@
 
 #include "core/activation.h"
 #include "core/cpu/block_math.h"
-#include "elementwise/bias_act_simd.h"
+#include "elementwise/elementwise_simd.h"
 
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {

@@ -8,7 +8,7 @@
 // the same kernels: it is the same for all threads.
 //
 // Source: FasterTransformer, add_bias_act.
-#include "elementwise/bias_act.h"
+#include "elementwise/elementwise.h"
 
 #include <utility>
 
@@ -48,9 +48,8 @@ struct BiasActOf {
 struct BiasAct {
   using Family = BiasActKernels;
   using SumsSets = BiasSets;
-  static constexpr int kIn = 2, kOut = 1, kWords = 4;
+  static constexpr int kIn = 2, kWords = 4;
   // The bias has an element per position in a row, or one per row.
-  using FlatSets = std::integer_sequence<int>;
   using RowSets = std::integer_sequence<int, 0, 2>;
   using RaggedSets = std::integer_sequence<int, 0, 2>;
   static constexpr int kOperands = 2;

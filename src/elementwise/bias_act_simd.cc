@@ -1,6 +1,6 @@
-// The inner loops of bias_act.cc. The backward computes x + bias again, without rounding it to the
+// The inner loops of bias_act. The backward computes x + bias again, without rounding it to the
 // element type. The addition is cheap next to the exponential, and no array has to be stored.
-#include "elementwise/bias_act_simd.h"
+#include "elementwise/elementwise_simd.h"
 
 #include "elementwise/activation_math.h"
 

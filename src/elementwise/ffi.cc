@@ -9,8 +9,7 @@
 #include <cstring>
 
 #include "core/ffi/handler.h"
-#include "elementwise/bias_act.h"
-#include "elementwise/lerp.h"
+#include "elementwise/elementwise.h"
 
 namespace jax_fastops {
 namespace {

@@ -1,4 +1,4 @@
-// The inner loops of gated_act_cpu.cc: y = act(gate) * up, and the gradients of both operands.
+// The inner loops of gated_act: y = act(gate) * up, and the gradients of both operands.
 #include "elementwise/activation_math.h"
 
 namespace jax_fastops::cpu::FASTOPS_ISA {

@@ -1,12 +1,19 @@
-// The kernels of bias_act and gated_act for one instruction set. This header is included by the
-// files that are compiled several times; isa.h says what such a header may contain.
-#ifndef JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_SIMD_H_
-#define JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_SIMD_H_
+// The kernels of the element-wise ops for one instruction set. isa.h says what this header may
+// contain.
+#ifndef JAX_FASTOPS_ELEMENTWISE_ELEMENTWISE_SIMD_H_
+#define JAX_FASTOPS_ELEMENTWISE_ELEMENTWISE_SIMD_H_
 
 #include "core/activation.h"
 #include "elementwise/blocks_simd.h"
 
 namespace jax_fastops::cpu {
+
+// Kernels by DType. The comments give the inputs; the outputs.
+struct LerpKernels {
+  BlockKernel* forward[kNumDTypes];   // start, end, weight; the result
+  BlockKernel* backward[kNumDTypes];  // dy, start, end, weight; their gradients
+};
+FASTOPS_DECLARE_KERNELS(LerpKernels, lerp_kernels)
 
 // Kernels by Activation and DType. The comments give the inputs; the outputs.
 struct BiasActKernels {
@@ -21,4 +28,4 @@ FASTOPS_DECLARE_KERNELS(BiasActKernels, gated_act_kernels)
 
 }  // namespace jax_fastops::cpu
 
-#endif  // JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_SIMD_H_
+#endif  // JAX_FASTOPS_ELEMENTWISE_ELEMENTWISE_SIMD_H_
