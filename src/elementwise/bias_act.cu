@@ -8,7 +8,7 @@
 // the same kernels: it is the same for all threads.
 //
 // Source: FasterTransformer, add_bias_act.
-#include "elementwise/bias_act.h"
+#include "elementwise/elementwise.h"
 
 #include <utility>
 
@@ -17,6 +17,7 @@
 #include "core/cuda/elements_sums.cuh"
 #include "core/cuda/launch.h"
 #include "elementwise/bias_relu.cuh"
+#include "elementwise/relu_select.cuh"
 
 namespace jax_fastops::cuda {
 namespace {
@@ -47,9 +48,8 @@ struct BiasActOf {
 struct BiasAct {
   using Family = BiasActKernels;
   using SumsSets = BiasSets;
-  static constexpr int kIn = 2, kOut = 1, kWords = 4;
+  static constexpr int kIn = 2, kWords = 4;
   // The bias has an element per position in a row, or one per row.
-  using FlatSets = std::integer_sequence<int>;
   using RowSets = std::integer_sequence<int, 0, 2>;
   using RaggedSets = std::integer_sequence<int, 0, 2>;
   static constexpr int kOperands = 2;
@@ -119,6 +119,11 @@ cudaError_t BiasActBackward(const BroadcastShape& shape, DType dtype, Activation
 cudaError_t BiasReluBackward(const BroadcastShape& shape, DType dtype, const void* dy,
                              const uint8_t* mask, const Gradient gradients[2],
                              SumWorkspace workspace, cudaStream_t stream) {
+  if (gradients[1].data == nullptr) {
+    const ReluMask layout = bias_relu::MaskOf(shape, 0, const_cast<uint8_t*>(mask));
+    return relu_select::ReluSelect<BiasActKernels>(shape.elements(), dtype, dy, layout,
+                                                   gradients[0].data, stream);
+  }
   const Operand bits[1] = {{mask, false}};
   return BackwardWithSums(SelectByMask(), shape, dtype, dy, bits, gradients, workspace, stream);
 }

@@ -1,6 +1,6 @@
-// The inner loops of bias_act.cc. The backward computes x + bias again, without rounding it to the
+// The inner loops of bias_act. The backward computes x + bias again, without rounding it to the
 // element type. The addition is cheap next to the exponential, and no array has to be stored.
-#include "elementwise/bias_act_simd.h"
+#include "elementwise/elementwise_simd.h"
 
 #include "core/cpu/activation_math.h"
 #include "core/cpu/block_math.h"
@@ -47,8 +47,8 @@ struct BiasAct<E, Activation::kRelu> {
   static void Forward(int64_t n, const BlockArray* in, const BlockArray* out) {
     const BlockArray x = in[0], bias = in[1], y = out[0], mask = out[1];
     OverBlocks<E::kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-      const Pair<A> s =
-          Add(LoadBlock<E>(extent, x, i, count), LoadBlock<E>(extent, bias, i, count));
+      Pair<A> s = LoadBlock<E>(extent, x, i, count);
+      if (bias.data != nullptr) s = Add(s, LoadBlock<E>(extent, bias, i, count));
       const Pair<A> zero = SetPair<A>(0);
       const PairMask<A> positive = Less(zero, s);
       // NaN is not equal to itself, so it is kept.

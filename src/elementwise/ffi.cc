@@ -1,4 +1,4 @@
-// Handlers of the element-wise ops with broadcast operands. jax_fastops/lerp.py, bias_act.py and
+// Handlers of the element-wise ops. jax_fastops/lerp.py, relu.py, bias_act.py, gated_act.py and
 // _broadcast.py declare their buffers.
 //
 // All buffers have the same rank. dy and the results of the forward have the whole shape. An
@@ -9,8 +9,7 @@
 #include <cstring>
 
 #include "core/ffi/handler.h"
-#include "elementwise/bias_act.h"
-#include "elementwise/lerp.h"
+#include "elementwise/elementwise.h"
 
 namespace jax_fastops {
 namespace {
@@ -46,6 +45,12 @@ class Arrays {
     Add(call_.DimsOf(name));
     call_.Require(call_.Elements(name) > 0 || elements_ == 0, name, "is empty");
     return {call_.In(name), call_.Wide(name)};
+  }
+
+  // An operand that the op does not have.
+  Operand None() {
+    Add(whole_);
+    return {};
   }
 
   // A mask has one bit for each element, in whole bytes for each row.
@@ -174,6 +179,27 @@ ffi::Error BiasReluBackward(Call& call, Queue queue) {
   });
 }
 
+// ---- relu --------------------------------------------------------------------------------------
+
+// relu is bias_act without a bias, and add_relu is bias_act with a bias of the shape of x.
+ffi::Error ReluForward(Call& call, const char* summand, const char* result, Queue queue) {
+  void* const out = call.Out(result);
+  Arrays arrays(call, result);
+  const Operand x = arrays.In("x");
+  const Operand operands[] = {x, summand != nullptr ? arrays.In(summand) : arrays.None()};
+  auto* const mask = static_cast<uint8_t*>(call.Out("mask?"));
+  if (mask != nullptr) arrays.AddMask("mask");
+  return arrays.Run(queue, [&](const BroadcastShape& shape, DType dtype) {
+    return backend::BiasActForward(shape, dtype, Activation::kRelu, operands, out, mask, queue);
+  });
+}
+
+ffi::Error Relu(Call& call, Queue queue) { return ReluForward(call, nullptr, "y", queue); }
+
+ffi::Error AddRelu(Call& call, Queue queue) { return ReluForward(call, "y", "z", queue); }
+
+ffi::Error ReluBackward(Call& call, Queue queue) { return BiasReluBackward(call, queue); }
+
 // ---- gated_act ---------------------------------------------------------------------------------
 
 // The operands, or the halves of one array.
@@ -222,6 +248,9 @@ FASTOPS_HANDLER("lerp_bwd", LerpBackward, LoadLerpKernels);
 FASTOPS_HANDLER("bias_act", BiasAct, LoadBiasActKernels);
 FASTOPS_HANDLER("bias_act_bwd", BiasActBackward, LoadBiasActKernels);
 FASTOPS_HANDLER("bias_relu_bwd", BiasReluBackward, LoadBiasActKernels);
+FASTOPS_HANDLER("relu", Relu, LoadBiasActKernels);
+FASTOPS_HANDLER("add_relu", AddRelu, LoadBiasActKernels);
+FASTOPS_HANDLER("relu_bwd", ReluBackward, LoadBiasActKernels);
 FASTOPS_HANDLER("gated_act", GatedAct, LoadGatedActKernels);
 FASTOPS_HANDLER("gated_act_bwd", GatedActBackward, LoadGatedActKernels);
 

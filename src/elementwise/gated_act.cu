@@ -7,7 +7,7 @@
 #include "core/cuda/activation.cuh"
 #include "core/cuda/flat_elements.cuh"
 #include "core/cuda/launch.h"
-#include "elementwise/bias_act.h"
+#include "elementwise/elementwise.h"
 
 namespace jax_fastops::cuda {
 namespace {

@@ -1,7 +1,7 @@
-// The inner loops of gated_act_cpu.cc: y = act(gate) * up, and the gradients of both operands.
+// The inner loops of gated_act: y = act(gate) * up, and the gradients of both operands.
 #include "core/cpu/activation_math.h"
 #include "core/cpu/block_math.h"
-#include "elementwise/bias_act_simd.h"
+#include "elementwise/elementwise_simd.h"
 
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {

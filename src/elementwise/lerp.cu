@@ -7,7 +7,7 @@
 // core/cuda/elements.cuh and core/cuda/elements_sums.cuh.
 //
 // Source: Paddle, lerp.
-#include "elementwise/lerp.h"
+#include "elementwise/elementwise.h"
 
 #include <utility>
 
@@ -20,8 +20,7 @@ namespace {
 
 struct Lerp {
   using Family = Lerp;
-  static constexpr int kIn = 3, kOut = 1, kWords = 4;
-  static constexpr int kPitched = 0;
+  static constexpr int kIn = 3, kWords = 4;
   static constexpr int kOperands = 3;
   static constexpr int kGradients = 3;
   static constexpr bool kMayBeWide = false;
@@ -29,7 +28,6 @@ struct Lerp {
   static constexpr bool kMayBeStrided = true, kSymmetric = true;
 
   // The sets that are common in models, and those of the benchmark; 4 is a weight for each row.
-  using FlatSets = std::integer_sequence<int, 0, 4>;
   using RowSets = std::integer_sequence<int, kAnySet, 0, 1, 2, 4, 5>;
   using RaggedSets = std::integer_sequence<int, kAnySet, 0, 4>;
 

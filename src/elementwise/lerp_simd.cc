@@ -1,11 +1,11 @@
-// The inner loops of lerp.cc.
+// The inner loops of lerp.
 //
 // The formula starts from the nearer end. So weights of 0 and 1 give exactly the ends, and weights
 // between them give a result between the ends. The result is monotonic for weights below 1/2 and
 // for weights from 1/2 on. At 1/2 it may step back by the rounding error of end - start. If the
 // difference of the ends is not finite, this formula may give Inf - Inf although start + weight *
 // (end - start) has a value. The latter is then used.
-#include "elementwise/lerp_simd.h"
+#include "elementwise/elementwise_simd.h"
 
 #include "core/cpu/block_math.h"
 

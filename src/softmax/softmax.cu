@@ -4,13 +4,18 @@
 #include <cstdint>
 
 #include "core/cuda/dispatch.cuh"
+#include "core/cuda/held_columns.cuh"
+#include "core/cuda/held_rows.cuh"
 #include "core/cuda/launch.h"
+#include "softmax/functors.cuh"
 #include "softmax/requests.h"
-#include "softmax/run.h"
 #include "softmax/softmax.h"
 
 namespace jax_fastops::cuda {
 namespace softmax {
+
+struct Softmax;  // the family, in the list of kernels
+
 namespace {
 
 static_assert(kMaxMaskRank == kMaxRowMaskRank);
@@ -25,19 +30,41 @@ Addresses AddressesOf(const HeldRows& rows, int inputs) {
   return {AddressOf(rows.in[0]), AddressOf(rows.in[inputs - 1]), AddressOf(rows.out)};
 }
 
-void SetColumns(const SoftmaxShape& shape, const SoftmaxMask& mask, int itemsize, int inputs,
-                const HeldLimits& limits, Arguments* run) {
-  HeldColumns& columns = run->columns;
-  columns = {.in = {run->rows.in[0], run->rows.in[1]},
-             .out = run->rows.out,
-             .n = shape.n,
-             .inner = shape.inner,
-             .mask = {}};
-  run->columns_plan =
-      PlanColumns(ColumnsOf(shape, mask, AddressesOf(run->rows, inputs), itemsize, inputs), limits);
-  if (mask.data == nullptr) return;
-  const bool words = mask.inner.rank > 0 && run->columns_plan.bytes > itemsize;
-  columns.mask = {mask.data, mask.stride, words, OffsetsOf(mask.outer), OffsetsOf(mask.inner)};
+// Along the minor axis, if there is a kernel for such rows.
+template <template <typename> typename Functor, template <typename> typename WithDropout>
+cudaError_t RunRows(DType dtype, const HeldPlan& plan, const HeldRows& rows, const OpParams& op,
+                    void* workspace, cudaStream_t stream) {
+  return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
+    if constexpr (sizeof(T) == 8) {
+      return cudaErrorInvalidValue;  // rows of float64 are columns
+    } else if (op.dropout.drops()) {
+      return LaunchHeldRows<Softmax, WithDropout, T>(plan, rows, op, workspace, stream);
+    } else {
+      return LaunchHeldRows<Softmax, Functor, T>(plan, rows, op, workspace, stream);
+    }
+  });
+}
+
+template <bool kGrad>
+cudaError_t RunColumns(const SoftmaxArguments& call, const SoftmaxMask& mask, const HeldRows& rows,
+                       const OpParams& op, const HeldLimits& limits, cudaStream_t stream) {
+  const int itemsize = static_cast<int>(DTypeSize(call.dtype)), inputs = kGrad ? 2 : 1;
+  const SoftmaxShape& shape = call.shape;
+  HeldColumns columns = {.in = {rows.in[0], rows.in[1]},
+                         .out = rows.out,
+                         .n = shape.n,
+                         .inner = shape.inner,
+                         .mask = {}};
+  const ColumnsPlan plan =
+      PlanColumns(ColumnsOf(shape, mask, AddressesOf(rows, inputs), itemsize, inputs), limits);
+  if (mask.data != nullptr) {
+    const bool words = mask.inner.rank > 0 && plan.bytes > itemsize;
+    columns.mask = {mask.data, mask.stride, words, OffsetsOf(mask.outer), OffsetsOf(mask.inner)};
+  }
+  return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) {
+    return LaunchHeldColumns<Softmax, ColumnFunctors<kGrad>, T>(plan, columns, op, call.workspace,
+                                                                stream);
+  });
 }
 
 template <bool kGrad>
@@ -49,8 +76,7 @@ cudaError_t PlanAndRun(const SoftmaxArguments& call, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const bool dropout = call.dropout.drops(), of_x = !kGrad || dropout;
   const int itemsize = static_cast<int>(DTypeSize(call.dtype)), inputs = kGrad ? 2 : 1;
-  Arguments run = {};
-  OpParams& op = run.op;
+  OpParams op = {};
   op.log = call.log;
   op.dropout = call.dropout;
   op.skip_zeros = kGrad && call.masked && !call.log;
@@ -58,28 +84,30 @@ cudaError_t PlanAndRun(const SoftmaxArguments& call, cudaStream_t stream) {
   op.zero_scale =
       of_x && (call.dtype == DType::kF64 ? call.scale == 0 : static_cast<float>(call.scale) == 0);
   op.scale = op.zero_scale ? 1 : call.scale;
-  run.workspace = call.workspace;
 
   const void* const a = of_x ? call.x : call.y;
   const SoftmaxMask mask = of_x || call.log ? call.mask : SoftmaxMask();
-  run.rows = {.in = {a, kGrad ? call.dy : a},
-              .out = call.out,
-              .count = shape.outer,
-              .n = static_cast<int>(shape.n),
-              .mask = {}};
-  run.rows_plan =
-      PlanRowsOf(shape, AddressesOf(run.rows, inputs), itemsize, inputs, dropout, limits);
-  if (run.rows_plan.holder != RowHolder::kNone) {
-    if (mask.data != nullptr) {
-      const bool words = (AddressOf(a) | AddressOf(call.out)) % 16 == 0 &&
-                         MaskBits(shape, mask) % (16 / itemsize) == 0;
-      run.rows.mask = {mask.data, mask.stride, words, OffsetsOf(mask.outer)};
-    }
-  } else {
+  HeldRows rows = {.in = {a, kGrad ? call.dy : a},
+                   .out = call.out,
+                   .count = shape.outer,
+                   .n = static_cast<int>(shape.n),
+                   .mask = {}};
+  const HeldPlan plan =
+      PlanRowsOf(shape, AddressesOf(rows, inputs), itemsize, inputs, dropout, limits);
+  if (plan.holder == RowHolder::kNone) {
     if (dropout) return cudaErrorInvalidValue;
-    SetColumns(shape, mask, itemsize, inputs, limits, &run);
+    return RunColumns<kGrad>(call, mask, rows, op, limits, stream);
   }
-  return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) { return Run<T, kGrad>(run, stream); });
+  if (mask.data != nullptr) {
+    const bool words = (AddressOf(a) | AddressOf(call.out)) % 16 == 0 &&
+                       MaskBits(shape, mask) % (16 / itemsize) == 0;
+    rows.mask = {mask.data, mask.stride, words, OffsetsOf(mask.outer)};
+  }
+  if constexpr (kGrad) {
+    return RunRows<Backward, DropBackward>(call.dtype, plan, rows, op, call.workspace, stream);
+  } else {
+    return RunRows<Forward, DropForward>(call.dtype, plan, rows, op, call.workspace, stream);
+  }
 }
 
 }  // namespace

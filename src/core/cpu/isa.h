@@ -7,11 +7,11 @@
 //
 //   namespace jax_fastops::cpu::FASTOPS_ISA {
 //   namespace { ... the kernels ... }
-//   extern const ReluKernels relu_kernels = {...};
+//   extern const NormKernels norm_kernels = {...};
 //   }
 //
-// The family's header declares the table with FASTOPS_DECLARE_KERNELS(ReluKernels, relu_kernels),
-// and FASTOPS_DEFINE_KERNELS(Kernels, relu_kernels) in the launcher's file defines Kernels(), which
+// The family's header declares the table with FASTOPS_DECLARE_KERNELS(NormKernels, norm_kernels),
+// and FASTOPS_DEFINE_KERNELS(Kernels, norm_kernels) in the launcher's file defines Kernels(), which
 // returns it.
 //
 // Only the tables may have external linkage in such files and in the headers that they include. An

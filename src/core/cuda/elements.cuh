@@ -3,7 +3,8 @@
 //
 //   struct F {
 //     using Family = ...;  // of KernelOf
-//     static constexpr int kIn = ..., kOut = ...;
+//     static constexpr int kIn = ...;
+//     static constexpr int kOut = ...;  // PitchedElements; Elements has one output
 //     static constexpr int kWords = ...;  // 16-byte words of each array per thread
 //     // Calls visit(choice) with a value of the class that has Apply: of this one, or of one that
 //     // is chosen at run time.
@@ -13,10 +14,10 @@
 //     static __device__ void Apply(const ComputeType<T> (&x)[kIn], ComputeType<T> (&y)[kOut]);
 //     // PitchedElements: the arrays whose rows are apart, inputs and then outputs, one bit each.
 //     static constexpr int kPitched = ...;
-//     // Elements, which has one output: whether an input may have the accumulator type; and the
-//     // sets of inputs with one element per row, one bit each, for which there are kernels.
+//     // Elements: whether an input may have the accumulator type; and the sets of inputs with one
+//     // element per row, one bit each, for which there are kernels.
 //     static constexpr bool kMayBeWide = ...;
-//     using FlatSets = std::integer_sequence<int, ...>, RowSets = ..., RaggedSets = ...;
+//     using RowSets = std::integer_sequence<int, ...>, RaggedSets = ...;
 //   };
 //
 // The kernel is bound by memory: a thread takes 16-byte words of the flat result, several of them
@@ -81,7 +82,7 @@ inline OperandClass OperandClassOf(const BroadcastShape& shape, int array) {
   return shape.InnerStride(array) == 0 ? OperandClass::kColumn : OperandClass::kRow;
 }
 
-// How the elements are accessed, unless every array is full or has one element.
+// How the elements are accessed.
 enum class Access {
   kRows,      // words; rows are a whole number of words
   kRagged,    // words of full arrays; rows are not a whole number of words
@@ -467,26 +468,6 @@ ElementsChoice<F> ChooseElements(Access* access, int set) {
                                                           std::integer_sequence<int, kAnySet>());
 }
 
-// Flat arrays without wide inputs. False: there is no kernel for the set.
-template <typename F, typename T, int... kSets>
-bool LaunchFlatSet(const ElementsParams<F>& from, int set, std::integer_sequence<int, kSets...>,
-                   cudaStream_t stream, cudaError_t* error) {
-  FlatParams<F> p{};
-  std::copy(from.in, from.in + F::kIn, p.in);
-  p.out[0] = from.out;
-  p.elements = from.elements;
-  p.units = from.elements / (16 / sizeof(T));
-  p.f = from.f;
-  bool found = false;
-  [[maybe_unused]] const auto consider = [&](int its_set, auto kernel) {
-    if (its_set != set) return;
-    found = true;
-    *error = LaunchFlat(kernel, F::kWords, p, stream);
-  };
-  (consider(kSets, KernelOf<typename F::Family, FlatKernel<F, T, 16, kSets>>()), ...);
-  return found;
-}
-
 template <typename F, typename T>
 cudaError_t LaunchElements(const F& f, const BroadcastShape& given, const Operand* inputs,
                            void* out, cudaStream_t stream) {
@@ -540,15 +521,7 @@ cudaError_t LaunchElements(const F& f, const BroadcastShape& given, const Operan
     p.words_end[k] = static_cast<uint32_t>((last + 1) / per_word * per_word);
   }
   const bool aligned = bits % 16 == 0;
-  if constexpr (sizeof(T) < 8) {
-    cudaError_t error;
-    if (flat && aligned && !wide &&
-        LaunchFlatSet<F, T>(p, set, typename F::FlatSets(), stream, &error)) {
-      return error;
-    }
-  }
-
-  // Other flat arrays are one row, whose last elements may be in no word.
+  // Flat arrays are one row, whose last elements may be in no word.
   p.rank = flat ? 1 : shape.rank;
   Access access = !aligned                       ? Access::kElements
                   : flat || p.inner % kSize == 0 ? Access::kRows

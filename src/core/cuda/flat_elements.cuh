@@ -1,6 +1,6 @@
 // The flat loop of the element-wise ops (elements.cuh), for arrays whose elements are found without
-// the dimensions of the result: full ones, single elements, and rows at a constant distance, such
-// as the halves of one array.
+// the dimensions of the result: full ones, and rows at a constant distance, such as the halves of
+// one array.
 #ifndef JAX_FASTOPS_CORE_CUDA_FLAT_ELEMENTS_CUH_
 #define JAX_FASTOPS_CORE_CUDA_FLAT_ELEMENTS_CUH_
 
@@ -26,29 +26,22 @@ struct FlatParams {
   const void* in[F::kIn];
   void* out[F::kOut];  // null: not requested
   uint32_t units;      // words, or elements
-  uint32_t elements;
-  FastDivisor row;  // units of a row
-  int64_t gap;      // bytes between the rows of pitched arrays
+  FastDivisor row;     // units of a row
+  int64_t gap;         // bytes between the rows of pitched arrays
   F f;
 };
 
-// Every array is full, or pitched (F::kPitched), or has one element (kSet).
-template <typename F, typename T, int kBytes, int kSet>
+// Every array is full, or pitched (F::kPitched).
+template <typename F, typename T, int kBytes>
 __global__ void __launch_bounds__(kElementsThreads)
     FlatKernel(const __grid_constant__ FlatParams<F> p) {
   using C = ComputeType<T>;
   using Word = Vec<T, kBytes>;
   constexpr int kIn = F::kIn, kOut = F::kOut, kSize = Word::kSize;
   constexpr int kWords = kBytes == 16 ? F::kWords : 8;
-  const auto is_one = [](int k) { return (kSet >> k & 1) != 0; };
   const auto is_pitched = [](int array) { return (F::kPitched >> array & 1) != 0; };
 
   Word word[kWords][kIn];
-  C one[kIn];
-#pragma unroll
-  for (int k = 0; k < kIn; ++k) {
-    if (is_one(k)) one[k] = ToCompute(*static_cast<const T*>(p.in[k]));
-  }
   int64_t at[kWords], pitched[kWords];  // in bytes
   const uint32_t first = blockIdx.x * (kElementsThreads * kWords) + threadIdx.x;
 #pragma unroll
@@ -56,10 +49,9 @@ __global__ void __launch_bounds__(kElementsThreads)
     const uint32_t unit = first + u * kElementsThreads;
     if (unit >= p.units) continue;
     at[u] = int64_t{unit} * kBytes;
-    pitched[u] = F::kPitched != 0 ? at[u] + Divide(unit, p.row) * p.gap : at[u];
+    pitched[u] = at[u] + Divide(unit, p.row) * p.gap;
 #pragma unroll
     for (int k = 0; k < kIn; ++k) {
-      if (is_one(k)) continue;
       word[u][k] =
           Word::Load(static_cast<const char*>(p.in[k]) + (is_pitched(k) ? pitched : at)[u]);
     }
@@ -70,14 +62,12 @@ __global__ void __launch_bounds__(kElementsThreads)
       if (first + u * kElementsThreads >= p.units) break;
       C values[kIn][kSize], results[kOut][kSize];
 #pragma unroll
-      for (int k = 0; k < kIn; ++k) {
-        if (!is_one(k)) word[u][k].Unpack(values[k]);
-      }
+      for (int k = 0; k < kIn; ++k) word[u][k].Unpack(values[k]);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         C x[kIn], y[kOut];
 #pragma unroll
-        for (int k = 0; k < kIn; ++k) x[k] = is_one(k) ? one[k] : values[k][i];
+        for (int k = 0; k < kIn; ++k) x[k] = values[k][i];
         decltype(choice)::template Apply<T>(x, y);
 #pragma unroll
         for (int o = 0; o < kOut; ++o) results[o][i] = y[o];
@@ -91,30 +81,6 @@ __global__ void __launch_bounds__(kElementsThreads)
       }
     }
   });
-
-  // The elements after the last whole word, by the first threads of the last block.
-  if constexpr (kSize > 1 && F::kPitched == 0) {
-    const uint32_t e = p.units * kSize + threadIdx.x;
-    if (blockIdx.x != gridDim.x - 1 || e >= p.elements) return;
-    C x[kIn], y[kOut];
-#pragma unroll
-    for (int k = 0; k < kIn; ++k) {
-      x[k] = is_one(k) ? one[k] : ToCompute(static_cast<const T*>(p.in[k])[e]);
-    }
-    p.f.Choose([&](auto choice) { decltype(choice)::template Apply<T>(x, y); });
-#pragma unroll
-    for (int o = 0; o < kOut; ++o) static_cast<T*>(p.out[o])[e] = FromCompute<T>(y[o]);
-  }
-}
-
-template <typename F>
-cudaError_t LaunchFlat(void (*kernel)(FlatParams<F>), int words, const FlatParams<F>& p,
-                       cudaStream_t stream) {
-  // At least one block, for the elements that are in no word.
-  const int64_t blocks = std::max<int64_t>(1, CeilDiv(p.units, kElementsThreads * words));
-  return Launch(kernel,
-                {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kElementsThreads)},
-                stream, p);
 }
 
 // A launch has at most this many elements, so that 32 bits hold every index.
@@ -133,7 +99,7 @@ cudaError_t PitchedElements(const F& f, int64_t rows, int64_t n, int64_t pitch, 
   for (int o = 0; o < F::kOut; ++o) bits |= reinterpret_cast<uintptr_t>(p.out[o] = outputs[o]);
   bits |= static_cast<uintptr_t>((flat ? rows : 1) * n * itemsize);
   if (!flat) bits |= static_cast<uintptr_t>(pitch * itemsize);
-  const bool aligned = bits % 16 == 0;
+  const bool aligned = itemsize < 8 && bits % 16 == 0;  // float64 has one kernel
   const int64_t unit = aligned ? 16 : itemsize;
   // A launch takes whole lines: rows, or units if the array is one row.
   const int64_t lines = flat ? rows * n * itemsize / unit : rows;
@@ -144,11 +110,16 @@ cudaError_t PitchedElements(const F& f, int64_t rows, int64_t n, int64_t pitch, 
   p.row = FastDivisor(static_cast<uint32_t>(line / unit));
   p.gap = line_pitch - line;
   return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
-    const auto kernel = aligned ? KernelOf<typename F::Family, FlatKernel<F, T, 16, 0>>()
-                                : KernelOf<typename F::Family, FlatKernel<F, T, sizeof(T), 0>>();
+    auto kernel = KernelOf<typename F::Family, FlatKernel<F, T, sizeof(T)>>();
+    if constexpr (sizeof(T) < 8) {
+      if (aligned) kernel = KernelOf<typename F::Family, FlatKernel<F, T, 16>>();
+    }
     for (int64_t begin = 0; begin < lines; begin += step) {
       p.units = static_cast<uint32_t>(std::min(step, lines - begin) * (line / unit));
-      const cudaError_t error = LaunchFlat(kernel, aligned ? F::kWords : 8, p, stream);
+      const int64_t blocks = CeilDiv(p.units, kElementsThreads * (aligned ? F::kWords : 8));
+      const cudaError_t error = Launch(
+          kernel, {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kElementsThreads)},
+          stream, p);
       if (error != cudaSuccess) return error;
       const auto advance = [&](auto*& array, int index) {
         if (array == nullptr) return;

@@ -285,10 +285,7 @@ cudaError_t LaunchHeldColumns(const ColumnsPlan& plan, const HeldColumns& column
       .shared = static_cast<size_t>(plan.shared_bytes),
       .cluster = plan.cluster};
   const auto run = [&](auto kernel) {
-    const cudaError_t error = Launch(kernel, config, stream, columns, launch, params);
-    if (error != cudaSuccess || launch.stage != RowStage::kReduce) return error;
-    launch.stage = RowStage::kWrite;
-    return Launch(kernel, config, stream, columns, launch, params);
+    return LaunchStages(kernel, config, stream, columns, launch, params);
   };
   if constexpr (sizeof(T) < 8) {
     if (plan.registers && plan.bytes == 16) {

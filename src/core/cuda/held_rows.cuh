@@ -270,18 +270,21 @@ cudaError_t LaunchHeldRows(const HeldPlan& plan, const HeldRows& rows,
   if (plan.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   const uintptr_t apart =
       reinterpret_cast<uintptr_t>(rows.out) - reinterpret_cast<uintptr_t>(rows.in[0]);
-  HeldLaunch launch = {.log_lanes = plan.log_lanes,
-                       .words_of_block = plan.words_of_block,
-                       .rows = plan.rows_of_block,
-                       .same = apart % 16 == 0,
-                       .blocks = FastDivisor(static_cast<uint32_t>(plan.blocks_of_row)),
-                       .stage = RowStage::kAll,
-                       .partials = partials};
-  LaunchConfig config = {.grid = dim3(static_cast<unsigned>(plan.blocks)),
-                         .block = dim3(static_cast<unsigned>(plan.threads)),
-                         .shared = static_cast<size_t>(plan.shared_bytes)};
+  const bool streamed = plan.holder == RowHolder::kStreamed, twice = streamed && !plan.one_launch;
+  const HeldLaunch launch = {.log_lanes = plan.log_lanes,
+                             .words_of_block = plan.words_of_block,
+                             .rows = plan.rows_of_block,
+                             .same = apart % 16 == 0,
+                             .blocks = FastDivisor(static_cast<uint32_t>(plan.blocks_of_row)),
+                             .stage = twice ? RowStage::kReduce : RowStage::kAll,
+                             .partials = partials};
+  const bool cluster = plan.holder == RowHolder::kShared || (streamed && !twice);
+  const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(plan.blocks)),
+                               .block = dim3(static_cast<unsigned>(plan.threads)),
+                               .shared = static_cast<size_t>(plan.shared_bytes),
+                               .cluster = cluster ? plan.blocks_of_row : 1};
   const auto run = [&](auto kernel) {
-    return Launch(kernel, config, stream, rows, launch, params);
+    return LaunchStages(kernel, config, stream, rows, launch, params);
   };
   if (plan.holder == RowHolder::kRegisters) {
     if (plan.edges) return run(KernelOf<Family, RegisterRowsKernel<Functor, T, 4, true>>());
@@ -295,19 +298,9 @@ cudaError_t LaunchHeldRows(const HeldPlan& plan, const HeldRows& rows,
       case RowHolder::kShort:
         return run(KernelOf<Family, ShortRowsHeldKernel<Functor, T>>());
       case RowHolder::kShared:
-        config.cluster = plan.blocks_of_row;
         return run(KernelOf<Family, SharedRowsKernel<Functor, T>>());
-      case RowHolder::kStreamed: {
-        const auto kernel = KernelOf<Family, StreamedRowsKernel<Functor, T>>();
-        if (plan.one_launch) {
-          config.cluster = plan.blocks_of_row;
-          return run(kernel);
-        }
-        launch.stage = RowStage::kReduce;
-        const cudaError_t error = run(kernel);
-        launch.stage = RowStage::kWrite;
-        return error == cudaSuccess ? run(kernel) : error;
-      }
+      case RowHolder::kStreamed:
+        return run(KernelOf<Family, StreamedRowsKernel<Functor, T>>());
       default:
         break;
     }

@@ -13,8 +13,10 @@
 #include <type_traits>
 
 #include "core/cuda/async_copy.cuh"
+#include "core/cuda/launch.h"
 #include "core/cuda/offsets.cuh"
 #include "core/cuda/vec.cuh"
+#include "core/plan_rows.h"
 
 namespace jax_fastops::cuda {
 
@@ -466,6 +468,17 @@ struct RowsInShared {
     }
   }
 };
+
+// Launches a kernel over rows or columns; once more to write, if `launch` only reduces.
+template <typename Arrays, typename L, typename Params>
+cudaError_t LaunchStages(void (*kernel)(Arrays, L, Params), const LaunchConfig& config,
+                         cudaStream_t stream, const Arrays& arrays, L launch,
+                         const Params& params) {
+  const cudaError_t error = Launch(kernel, config, stream, arrays, launch, params);
+  if (error != cudaSuccess || launch.stage != RowStage::kReduce) return error;
+  launch.stage = RowStage::kWrite;
+  return Launch(kernel, config, stream, arrays, launch, params);
+}
 
 }  // namespace jax_fastops::cuda
 

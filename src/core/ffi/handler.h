@@ -5,7 +5,7 @@
 //     ...
 //     return call.Run([&] { return backend::Relu(x, ..., queue); });
 //   }
-//   FASTOPS_HANDLER("relu", Forward, LoadReluKernels);
+//   FASTOPS_HANDLER("dropout", Forward, LoadDropoutKernels);
 //
 // The last argument is the function that loads the target's CUDA kernels. XLA calls it in the
 // initialize stage, because nothing can be loaded while a graph is captured.

@@ -1,7 +1,7 @@
-// bias_act and gated_act on raw pointers. The arrays of bias_act have the strides that `shape`
-// lists, in the order given.
-#ifndef JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_H_
-#define JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_H_
+// lerp, bias_act and gated_act on raw pointers. The arrays of the first two have the strides that
+// `shape` lists, in the order given. A gradient that is not requested has the result's strides.
+#ifndef JAX_FASTOPS_ELEMENTWISE_ELEMENTWISE_H_
+#define JAX_FASTOPS_ELEMENTWISE_ELEMENTWISE_H_
 
 #include <cstdint>
 
@@ -22,18 +22,29 @@ struct GatedShape {
 
 namespace jax_fastops::FASTOPS_BACKEND {
 
-// out = act(x + bias). Arrays of `shape`: x, bias, and for relu with a mask also the mask, whose
-// strides count bits. `mask` is null if it is not requested. Bit i of a byte is set if element i of
-// its eight elements is greater than 0. Unused bits at the end of a row are 0.
+// out = start + weight * (end - start). Arrays of `shape`: start, end, weight.
+Status LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3], void* out,
+                   Queue queue);
+
+// Arrays of `shape`: start, end, weight, and their gradients.
+Status LerpBackward(const BroadcastShape& shape, DType dtype, const void* dy,
+                    const Operand operands[3], const Gradient gradients[3], SumWorkspace workspace,
+                    Queue queue);
+
+// out = act(x + bias). For relu, `bias` may be null. Arrays of `shape`: x, bias, and for relu with
+// a mask also the mask, whose strides count bits. `mask` is null if it is not requested. Bit i of a
+// byte is set if element i of its eight elements is greater than 0. Unused bits at the end of a row
+// are 0.
 Status BiasActForward(const BroadcastShape& shape, DType dtype, Activation activation,
                       const Operand operands[2], void* out, uint8_t* mask, Queue queue);
 
-// Arrays of `shape`: x, bias, dx, dbias. A gradient that is not requested has the result's strides.
+// Arrays of `shape`: x, bias, dx, dbias.
 Status BiasActBackward(const BroadcastShape& shape, DType dtype, Activation activation,
                        const void* dy, const Operand operands[2], const Gradient gradients[2],
                        SumWorkspace workspace, Queue queue);
 
 // Arrays of `shape`: the mask, dx, dbias. The cotangent is selected by the mask, never multiplied.
+// One of the gradients is requested.
 Status BiasReluBackward(const BroadcastShape& shape, DType dtype, const void* dy,
                         const uint8_t* mask, const Gradient gradients[2], SumWorkspace workspace,
                         Queue queue);
@@ -47,9 +58,10 @@ Status GatedActBackward(const GatedShape& shape, DType dtype, Activation activat
                         const char* gate, const char* up, char* dgate, char* dup, Queue queue);
 
 // CUDA only: load the kernels on the current device.
+Status LoadLerpKernels();
 Status LoadBiasActKernels();
 Status LoadGatedActKernels();
 
 }  // namespace jax_fastops::FASTOPS_BACKEND
 
-#endif  // JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_H_
+#endif  // JAX_FASTOPS_ELEMENTWISE_ELEMENTWISE_H_
