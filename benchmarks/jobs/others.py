@@ -15,7 +15,8 @@ it, ``first_call_s`` of the first trace, the compilation next to others, and the
 ``tune_s`` of traces that tune.
 
 While one program is compiled, the next ones are built and traced. Then each is tuned, and then
-each is timed, while nothing else runs. A row is written as soon as its program was timed. A process of its own measures.
+each is timed, while nothing else runs. A row is written as soon as its program was timed. A
+process of its own measures.
 If a program fails or takes longer than ``--limit``, its row says so, and a new process goes on.
 ``--budget`` stops in time, and ``--add`` goes on with what is missing in the file, and then with
 the rows that have errors.
@@ -308,7 +309,7 @@ def measure(options: Any) -> Iterator[dict]:
     softmax = jax.jit(fo.autofuse(jax.nn.softmax))  # the first trace builds the patterns
     yield {"first_trace_s": _timed(lambda: softmax.lower(jnp.ones((2, 2))))[0]}
     for first in range(0, len(options.only), options.together):
-        # One worker: of two compilations at once, XLA's autotuner measures each one badly, and waits.
+        # One worker: of two compilations at once, XLA measures the variants of both badly.
         with ThreadPoolExecutor(1) as pool:
             yield from _measured(options.only[first : first + options.together], options, pool)
 
