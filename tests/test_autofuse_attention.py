@@ -473,6 +473,11 @@ NEAR = {
         "1e+09 is added to scores",
     ),
     "softcap": (of(lambda s: 30 * jnp.tanh(s / 30)), "softcap"),
+    "scaled by heads": (of(lambda s: s * jnp.exp(BIAS[:, :, :1, :1])), "multiplied by an array"),
+    "scaled by keys": (
+        lambda q, k, v: _times(jax.nn.softmax(_scores_of(q, k) * k[0, :, 0, 0]), v),
+        "multiplied by an array",
+    ),
     "sizes": (lambda q, k, v: of()(q, k, v[..., :4]), "another size"),
     "precision": (
         lambda q, k, v: _times(
@@ -494,7 +499,6 @@ OTHERS = {
     "squared": lambda q, k, v: _times(jax.nn.softmax(_scores_of(q, k) ** 2), v),
     "shifted": _of_weights(lambda w, v: _times(w + 0.1, v)),
     "flipped": lambda q, k, v: _times(jax.nn.softmax(_scores_of(q, k)[..., ::-1]), v),
-    "scaled by keys": lambda q, k, v: _times(jax.nn.softmax(_scores_of(q, k) * k[0, :, 0, 0]), v),
     "masked weights": _of_weights(lambda w, v: _times(jnp.where(LOWER, w, 0), v)),
     "learned fill": lambda q, k, v: of(lambda s: jnp.where(LOWER, s, v[0, 0, 0, 0]))(q, k, v),
     "integers": lambda q, k, v: _times(

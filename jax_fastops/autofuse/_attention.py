@@ -26,6 +26,11 @@ from jax_fastops.autofuse._pattern import MAX_RANK, PATTERNS, formulas
 from jax_fastops.autofuse._rule import Read, Rewrite, Rule
 from jax_fastops.autofuse._value import USED, Map, Node, Value, View, compose, values_before
 
+_NEAR = {  # operations on scores that the op has not
+    "tanh": "the op has no softcap",
+    "mul": "scores are multiplied by an array",
+    "div": "scores are divided by an array",
+}
 _LARGEST_BIAS = 1e4  # a larger number could make up for that of a mask
 
 
@@ -562,9 +567,10 @@ def _scores(view: View, scale: float = 1.0, depth: int = 12) -> Iterator[_Scores
                 masks=(*found.masks, (view.of(mask), keep)),
                 near=found.near or (None if is_masked else (value, reason)),
             )
-    if node.name == "tanh":
-        for found in before(node.inputs[0]):
-            yield found._replace(near=(value, "the op has no softcap"))
+    if node.name in _NEAR and terms is None:
+        for x in node.inputs[: 1 + (node.name == "mul")]:
+            for found in before(x):
+                yield found._replace(near=(value, _NEAR[node.name]))
 
 
 # ---- queries, keys and values --------------------------------------------------------------------
