@@ -168,6 +168,8 @@ class Generation:
             [torch.zeros(shape, dtype=dtype, device=device()) for _ in range(2)]
             for _ in range(config.layers)
         ]
+        for tensor in (t for pair in self.cache for t in pair):
+            torch._dynamo.mark_static_address(tensor)  # or there are no CUDA graphs
         self.place = torch.arange(capacity, device=device())
         self.step = torch.compile(self.forward, mode="reduce-overhead", dynamic=False)
 
