@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from jax_fastops._arguments import FLOATING, as_arrays, integer, not_weak, one_of
 from jax_fastops._dispatch import Refused, row_features
-from jax_fastops._kernel import Kernel, match_varying
+from jax_fastops._kernel import Kernel, match_varying, partitions
 from jax_fastops._op import Op
 from jax_fastops._registry import constant, example
 from jax_fastops._shards import shards_of
@@ -99,9 +99,9 @@ def _sums_over_shards(x, ids, *, segments: int, ordered: bool, wide: bool):
     spec, kind = spec_of(x), jax.typeof(x).sharding
     if spec is not None and any(axis is not None for axis in spec[1:-1]):
         raise Refused("an explicit mesh axis shards an inner dimension of the rows")
-    # With fewer rows than an eighth of the segments, the sums of the shards would be larger than
-    # the rows of all of them.
-    shards = shards_of(x.shape[0], spec and spec[0], kind, max(1, segments // 8))
+    if spec is None and x.ndim > 2 and partitions() > 1:
+        raise Refused("several devices may share any dimension of the rows")
+    shards = shards_of(x.shape[0], spec and spec[0], kind, 1)
     lead = () if spec is None and shards == 1 else (shards,)
     rows = math.prod(x.shape[:-1]) // shards
     axis = None if spec is None else spec[0]
@@ -271,11 +271,11 @@ def _table_gradient(residuals, cts, needs_grad, *, fill: bool, rows: int):
 
 
 def _take_pullback(residuals, cts, *, fill: bool, rows: int):
-    del fill
+    """In the accumulator dtype."""
     (ids,), (ct,) = residuals, cts
-    ct = jax.lax.reshape(ct, (ids.size, ct.shape[-1]))
-    ids = jax.lax.reshape(ids, (ids.size, 1))
-    return _reference(ct, ids, segments=rows, ordered=False, wide=False), None
+    wide = accumulator_dtype(ct.dtype)
+    table, ids = match_varying([jnp.zeros((rows, ct.shape[-1]), wide), ids])
+    return *jax.vjp(functools.partial(_taken, ids=ids, fill=fill), table)[1](ct.astype(wide)), None
 
 
 _TAKE = Op(
@@ -317,8 +317,9 @@ def take(table: ArrayLike, indices: ArrayLike, *, mode: str | None = None) -> ja
     Residuals: the indices (int32).
 
     Sharding: the rows of the result are sharded like ``indices``. The gradient adds up the rows of
-    each shard of the first dimension of ``indices``, and then the sums by one all-reduce. A table
-    that is sharded over explicit mesh axes takes the reference.
+    each shard of the first dimension of ``indices``, and then the sums by one all-reduce. With auto
+    mesh axes, it takes the reference if ``indices`` have several dimensions. A table that is
+    sharded over explicit mesh axes takes the reference.
 
     Raises:
       TypeError: an argument is not an array, or ``indices`` are not integers.

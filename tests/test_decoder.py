@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 from jax_fastops.models import _products, decoder
-from jax_fastops.models._products import take
+from jax_fastops.models._products import take_rows
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -279,7 +279,7 @@ def rows_of(table, index):
     """A table's rows at ``INDICES``, and the gradient of those that there are."""
 
     def total(table, weights):
-        rows = take(table, index)
+        rows = take_rows(table, index, decoder.SMALL, decoder.FASTOPS)
         return jnp.where(jnp.isnan(rows), 0, rows * weights).sum(), rows
 
     weights = np.arange(INDICES.size, dtype=np.float32).reshape(*INDICES.shape, 1)

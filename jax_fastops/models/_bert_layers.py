@@ -20,7 +20,7 @@ from jax_fastops.models._products import (
     biased,
     dot,
     jax_attention,
-    rows_of,
+    take_rows,
     wide_product,
 )
 from jax_fastops.models._segments import Segments
@@ -142,7 +142,7 @@ _KEEP = jax.checkpoint_policies.save_from_both_policies(
 
 def embed(params: dict, tokens, config: Config, token_types, positions, ops: Ops):
     """The sum of the three embeddings, computed in float32 and rounded once."""
-    rows = functools.partial(rows_of, config=config, ops=ops)
+    rows = functools.partial(take_rows, config=config, ops=ops)
     x = rows(params["word"], tokens).astype(accumulator_dtype(config.dtype))
     table = params["position"]
     x = biased(x, table[: tokens.shape[1]] if positions is None else rows(table, positions))

@@ -22,7 +22,7 @@ from jax_fastops.models._products import (
     dot,
     jax_attention,
     of_rank,
-    rows_of,
+    take_rows,
 )
 from jax_fastops.models._segments import Segments
 from jax_fastops.models._sharding import explicit_spec, split_last, whole
@@ -245,7 +245,7 @@ def forward(params: dict, tokens, config: Config, positions, mask, cache, ops: O
 
     if config.remat:
         whole_layer = jax.checkpoint(whole_layer, prevent_cse=not config.scan)
-    x = rows_of(params["embeddings"], tokens, config, ops).astype(config.dtype)
+    x = take_rows(params["embeddings"], tokens, config, ops).astype(config.dtype)
     residual = None
     if config.scan:
         cached = None if cache is None else (cache.keys, cache.values)

@@ -77,7 +77,7 @@ def in_table(index, count: int, mask):
     return jnp.where(mask, index, index % count)
 
 
-def rows_of(table, index, config, ops):
+def take_rows(table, index, config, ops):
     """Rows of a table, as ``jnp.take``: NaN where the index is too large.
 
     Over an explicit mesh, they are sharded like the index.

@@ -32,11 +32,13 @@ constexpr int kThreads = 256;
 enum Part { kCarry, kHead, kOpen, kParts };
 
 struct Params : SegmentSumCall {
-  int log_lanes;    // threads of a group, which share a row
-  uint32_t chunks;  // of the columns: what a group has at a time
+  int log_lanes;       // threads of a group, which share a row
+  uint32_t chunks;     // of the columns: what a group has at a time
+  uint32_t row_bytes;  // of x
 };
 
 // The columns of a thread, 16 bytes of x. With kWhole they are neighbors, and rows are aligned.
+// Rows are those of the pointer of the thread's first column.
 template <typename T, bool kWhole>
 struct Columns {
   using A = ComputeType<T>;
@@ -45,39 +47,34 @@ struct Columns {
   int64_t first, count;
   int step;
 
-  __device__ __forceinline__ int64_t At(int k) const { return first + k * (kWhole ? 1 : step); }
-  __device__ __forceinline__ bool Has(int k) const { return At(kWhole ? 0 : k) < count; }
+  __device__ __forceinline__ int At(int k) const { return k * (kWhole ? 1 : step); }
+  __device__ __forceinline__ bool Has(int k) const { return first + At(kWhole ? 0 : k) < count; }
 
-  // Zeros where there is nothing to load.
-  __device__ __forceinline__ Vec<T> Load(bool load, const T* row) const {
+  __device__ __forceinline__ Vec<T> Load(const char* row) const {
+    const T* const x = reinterpret_cast<const T*>(row);
     if constexpr (kWhole) {
-      return Vec<T>::LoadIf(load && Has(0), row + first);
+      return Vec<T>::template Load<CacheHint::kNoAllocate>(x);
     } else {
       T elements[kSize];
 #pragma unroll
-      for (int k = 0; k < kSize; ++k) {
-        elements[k] = load && Has(k) ? row[At(k)] : FromCompute<T>(0);
-      }
+      for (int k = 0; k < kSize; ++k) elements[k] = Has(k) ? x[At(k)] : FromCompute<T>(0);
       return Vec<T>(elements);
     }
   }
 
-  __device__ __forceinline__ void Store(const A (&values)[kSize], const Params& p,
-                                        int64_t row) const {
-    const int64_t at = row * count;
-    if (p.wide) {
-      StoreAs(values, static_cast<A*>(p.y) + at);
+  // `wide`: the row has the accumulator's type.
+  __device__ __forceinline__ void Store(const A (&values)[kSize], char* row, bool wide) const {
+    if (wide) {
+      StoreAs(values, reinterpret_cast<A*>(row));
     } else {
-      StoreAs(values, static_cast<T*>(p.y) + at);
+      StoreAs(values, reinterpret_cast<T*>(row));
     }
   }
 
- private:
   template <typename U>
   __device__ __forceinline__ void StoreAs(const A (&values)[kSize], U* row) const {
     if constexpr (kWhole) {
-      using Out = Vec<U, kSize * sizeof(U)>;
-      if (Has(0)) Out::Packed(values).Store(row + first);
+      if (Has(0)) Vec<U, kSize * sizeof(U)>::Packed(values).Store(row);
     } else {
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
@@ -90,65 +87,53 @@ struct Columns {
 // The ids of an index of the batch.
 struct Ids {
   const Params& p;
-  int64_t first;
+  const char* first;
+  int64_t step;  // in bytes
 
-  __device__ __forceinline__ Ids(const Params& p, int64_t batch) : p(p), first(FirstId(p, batch)) {}
-  __device__ __forceinline__ int64_t At(int64_t row) const { return first + row * p.step; }
-  // From -1 to the number of segments: at both ends, the row has no segment.
-  __device__ __forceinline__ int Segment(int64_t row) const {
-    const int64_t at = At(row);
-    const int id = p.id_bytes == 2 ? static_cast<const uint16_t*>(p.ids)[at]
-                                   : static_cast<const int32_t*>(p.ids)[at];
-    return min(max(id, -1), static_cast<int>(p.segments));
+  __device__ __forceinline__ Ids(const Params& p, int64_t list)
+      : p(p),
+        first(static_cast<const char*>(p.ids) + list * p.id_bytes),
+        step(p.step * p.id_bytes) {}
+
+  // At both ends, ids may be out of bounds.
+  __device__ __forceinline__ int Of(int row) const {
+    const char* const at = first + row * step;
+    return p.id_bytes == 2 ? *reinterpret_cast<const uint16_t*>(at)
+                           : *reinterpret_cast<const int32_t*>(at);
   }
 };
 
-// A place in the merged sequence: after `row` rows and `segment` ends.
-struct Place {
-  int row, segment;
+// A place in the merged sequence: after `row` rows and `segment` ends. `open` is this segment if
+// it has rows before the place, otherwise -1.
+struct Boundary {
+  int row, segment, open;
 };
 
-// Finds the places after so many items. Item i + max(Segment(i), 0) is row i.
-template <int kCount>
-__device__ __forceinline__ void FindPlaces(const Ids& ids, int64_t (&item)[kCount],
-                                           Place (&places)[kCount]) {
+// The place after so many items. Item i + (id of row i, within bounds) is row i.
+__device__ __forceinline__ Boundary FindBoundary(const Ids& ids, int64_t item) {
   constexpr int kProbes = 7;  // loads under way together: a binary search would wait 2.8 times more
-  int64_t low[kCount], high[kCount];
-  bool searching = false;
+  const uint32_t rows = static_cast<uint32_t>(ids.p.rows);
+  const int segments = static_cast<int>(ids.p.segments);
+  const uint32_t after = static_cast<uint32_t>(min(item, int64_t{rows} + segments));
+  int low = static_cast<int>(after > segments ? after - segments : 0);
+  int high = static_cast<int>(min(after, rows));
+  while (low < high) {
+    const int step = (high - low) / (kProbes + 1) + 1;
+    int id[kProbes], before = 0;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    item[i] = min(item[i], ids.p.rows + ids.p.segments);
-    low[i] = max(item[i] - ids.p.segments, int64_t{0});
-    high[i] = min(item[i], ids.p.rows);
-    searching |= low[i] < high[i];
-  }
-  while (searching) {
-    searching = false;
+    for (int k = 0; k < kProbes; ++k) id[k] = ids.Of(min(low + (k + 1) * step, high) - 1);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int64_t step = (high[i] - low[i]) / (kProbes + 1) + 1;
-      int before = 0;
-#pragma unroll
-      for (int k = 1; k <= kProbes; ++k) {
-        const int64_t row = low[i] + k * step - 1;
-        if (row < high[i]) before += row + max(ids.Segment(row), 0) < item[i];
-      }
-      low[i] += before * step;
-      high[i] = min(high[i], low[i] + step - 1);
-      searching |= low[i] < high[i];
+    for (int k = 0; k < kProbes; ++k) {
+      const int row = low + (k + 1) * step - 1;
+      const uint32_t place = static_cast<uint32_t>(row) + min(max(id[k], 0), segments);
+      before += row < high && place < after;
     }
+    low += before * step;
+    high = min(high, low + step - 1);
   }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    places[i] = {static_cast<int>(low[i]), static_cast<int>(item[i] - low[i])};
-  }
-}
-
-// The segment that has rows before and after a place, or ends after it; or -1.
-__device__ __forceinline__ int OpenAt(const Ids& ids, const Place& place) {
-  const bool open = place.row > 0 && place.segment < ids.p.segments &&
-                    ids.Segment(place.row - 1) == place.segment;
-  return open ? place.segment : -1;
+  const int segment = static_cast<int>(after - low);
+  const bool open = low > 0 && segment < segments && ids.Of(low - 1) == segment;
+  return {low, segment, open ? segment : -1};
 }
 
 template <typename A>
@@ -157,13 +142,14 @@ __device__ __forceinline__ A* PartOf(const Params& p, int64_t batch, int64_t til
 }
 
 template <typename T, bool kWhole>
-__global__ void __launch_bounds__(kThreads, 2) SegmentSumKernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads, kWhole ? 3 : 2)
+    SegmentSumKernel(const __grid_constant__ Params p) {
   using A = ComputeType<T>;
   using Own = Columns<T, kWhole>;
   constexpr int kSize = Own::kSize;
-  constexpr int kRows = kWhole ? 8 : 4;  // loads under way together
+  constexpr int kRows = 4;  // loads under way together
   __shared__ A carry[kThreads][kSize], head[kThreads][kSize];
-  __shared__ int open[kThreads + 1];  // the segment that is open where each group begins
+  __shared__ Boundary boundary[kThreads + 1];  // of the groups
 
   LetDependentsStart();
   const uint32_t block = blockIdx.x / p.chunks, chunk = blockIdx.x - block * p.chunks;
@@ -173,103 +159,134 @@ __global__ void __launch_bounds__(kThreads, 2) SegmentSumKernel(const __grid_con
   const int group = thread >> p.log_lanes, groups = kThreads >> p.log_lanes;
   const int lane = thread & (lanes - 1);
   const Own own = {int64_t{chunk} * lanes * kSize + lane * (kWhole ? kSize : 1), p.columns, lanes};
-  const T* const x = static_cast<const T*>(p.x) + batch * p.rows * p.columns;
 
   AwaitPredecessors();
-  const Ids ids(p, batch);
-  const int64_t item = (int64_t{tile} * groups + group) * p.tile;
-  int64_t items[2] = {item, item + p.tile};
-  Place places[2];
-  FindPlaces(ids, items, places);
-  const int begun = OpenAt(ids, places[0]), open_here = OpenAt(ids, places[1]);
+  const int64_t list = FirstId(p, batch);
+  const Ids ids(p, list);
+  // One thread searches for one boundary, because all of a group would take its instructions.
+  for (int i = thread; i <= groups; i += kThreads) {
+    boundary[i] = FindBoundary(ids, (int64_t{tile} * groups + i) * p.tile);
+  }
+  __syncthreads();
+  const Boundary begin = boundary[group], end = boundary[group + 1];
 
+  // Lanes without columns load those of the first ones.
+  const int64_t column = own.Has(0) ? own.first : 0;
+  const char* const x =
+      static_cast<const char*>(p.x) + batch * p.rows * p.row_bytes + column * int64_t{sizeof(T)};
+  const int64_t y_bytes = p.wide ? sizeof(A) : sizeof(T), y_step = p.columns * y_bytes;
+  char* y = static_cast<char*>(p.y) +
+            ((batch * p.segments + begin.segment) * p.columns + column) * y_bytes;
   A sum[kSize] = {};
-  int segment = places[0].segment;
-  const auto finish = [&] {
-    if (segment == begun) {
+  int segment = begin.segment;
+  // Ends this segment, and those without rows before `next`.
+  const auto finish = [&](int next) {
+    constexpr A kZeros[kSize] = {};
+    if (segment == begin.open) {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) head[thread][i] = sum[i];
     } else {
-      own.Store(sum, p, batch * p.segments + segment);
+      own.Store(sum, y, p.wide);
     }
+#pragma unroll 1
+    for (y += y_step; ++segment < next; y += y_step) own.Store(kZeros, y, p.wide);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) sum[i] = 0;
-    ++segment;
   };
-  // The ids of the next rows, and where they are in x, are loaded before the rows are added.
+  // The ids of the next rows, and where they are in x, are loaded before the rows are added. A row
+  // in no sum has the segment -1. After the last row, the first one of x is loaded.
   struct Rows {
-    int segment[kRows];  // -1: the row is in no sum
-    int place[kRows];
+    int segment[kRows], place[kRows];
   };
+  const char* id = ids.first + begin.row * ids.step;
+  const int64_t order_step = p.step * int64_t{sizeof(int32_t)};
+  const char* order = reinterpret_cast<const char*>(p.order + list) + begin.row * order_step;
   const auto read = [&](int first) {
     Rows rows;
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
-      const int row = first + k;
-      const bool has = row < places[1].row;
-      const int found = has ? ids.Segment(row) : -1;
-      rows.segment[k] = found < p.segments ? found : -1;
-      rows.place[k] = has && p.order != nullptr ? p.order[ids.At(row)] : row;
+      rows.segment[k] = -1;
+      rows.place[k] = first + k < end.row ? first + k : 0;
     }
+    const auto load = [&]<typename Id>(Id) {
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) {
+        const Id* const at = reinterpret_cast<const Id*>(id + k * ids.step);
+        if (first + k < end.row) rows.segment[k] = static_cast<int>(*at);
+      }
+    };
+    if (p.id_bytes == 2) {
+      load(uint16_t());
+    } else {
+      load(int32_t());
+    }
+    if (p.order != nullptr) {
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) {
+        const int* const at = reinterpret_cast<const int*>(order + k * order_step);
+        if (first + k < end.row) rows.place[k] = *at;
+      }
+    }
+    id += kRows * ids.step;
+    order += kRows * order_step;
     return rows;
   };
-  Rows next = read(places[0].row);
-  for (int row = places[0].row; row < places[1].row; row += kRows) {
+  Rows next = read(begin.row);
+  for (int row = begin.row; row < end.row; row += kRows) {
     const Rows now = next;
     Vec<T> elements[kRows];
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
-      elements[k] = own.Load(now.segment[k] >= 0, x + int64_t{now.place[k]} * p.columns);
+      const uint64_t at = static_cast<uint64_t>(static_cast<uint32_t>(now.place[k])) *
+                          static_cast<uint64_t>(p.row_bytes);
+      elements[k] = own.Load(x + at);
     }
     next = read(row + kRows);
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
-      if (now.segment[k] < 0) continue;
-      while (segment < now.segment[k]) finish();
+      const int of = now.segment[k];
+      if (static_cast<uint32_t>(of) >= static_cast<uint32_t>(p.segments)) continue;
+      if (segment < of) finish(of);
       A values[kSize];
       elements[k].Unpack(values);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) sum[i] += values[i];
     }
   }
-  while (segment < places[1].segment) finish();
+  if (segment < end.segment) finish(end.segment);
 
 #pragma unroll
   for (int i = 0; i < kSize; ++i) carry[thread][i] = sum[i];
-  if (group == 0) open[0] = begun;
-  open[group + 1] = open_here;
   __syncthreads();
   // Adds the sums of an open segment of the groups from `last` back. Returns the first one that
   // has none, or -1.
   const auto add_carries = [&](int last, int segment, A(&sum)[kSize]) {
-    for (; last >= 0 && open[last + 1] == segment; --last) {
+    for (; last >= 0 && boundary[last + 1].open == segment; --last) {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) sum[i] += carry[last * lanes + lane][i];
     }
     return last;
   };
   const auto store_part = [&](Part part, const A(&values)[kSize]) {
-    A* const to = PartOf<A>(p, batch, tile, part);
-#pragma unroll
-    for (int k = 0; k < kSize; ++k) {
-      if (own.Has(k)) to[own.At(k)] = values[k];
-    }
+    own.StoreAs(values, PartOf<A>(p, batch, tile, part) + own.first);
   };
-  if (begun >= 0 && begun != open_here) {  // the segment ends here
+  if (begin.open >= 0 && begin.open != end.open) {  // the segment ends here
     A whole[kSize];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) whole[i] = head[thread][i];
-    if (add_carries(group - 1, begun, whole) < 0 && open[0] == begun) {
+    if (add_carries(group - 1, begin.open, whole) < 0 && boundary[0].open == begin.open) {
       store_part(kHead, whole);
     } else {
-      own.Store(whole, p, batch * p.segments + begun);
+      y = static_cast<char*>(p.y) +
+          ((batch * p.segments + begin.open) * p.columns + column) * y_bytes;
+      own.Store(whole, y, p.wide);
     }
   }
   if (group == groups - 1) {
     A whole[kSize] = {}, number[kSize] = {};
-    if (open_here >= 0) add_carries(group, open_here, whole);
+    if (end.open >= 0) add_carries(group, end.open, whole);
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) memcpy(&number[i], &open_here, sizeof(open_here));
+    for (int i = 0; i < kSize; ++i) memcpy(&number[i], &end.open, sizeof(end.open));
     store_part(kCarry, whole);
     store_part(kOpen, number);
   }
@@ -346,14 +363,15 @@ cudaError_t LaunchBlocks(void (*kernel)(Params, More...), Params p, int64_t bloc
 cudaError_t SegmentSum(const SegmentSumCall& call, cudaStream_t stream) {
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max() - 64;
   if (call.rows > kMax || call.segments > kMax) return cudaErrorInvalidValue;
-  Params p = {call, 0, 1};
   const int64_t row_bytes = call.columns * static_cast<int64_t>(DTypeSize(call.dtype));
+  if (row_bytes > std::numeric_limits<uint32_t>::max()) return cudaErrorInvalidValue;
+  Params p = {call, 0, 1, static_cast<uint32_t>(row_bytes)};
   while (p.log_lanes < 5 && (int64_t{16} << p.log_lanes) < row_bytes) ++p.log_lanes;
   const int64_t groups = kThreads >> p.log_lanes;
   if (call.tiles < CeilDiv(call.rows + call.segments, call.tile * groups)) {
     return cudaErrorInvalidValue;
   }
-  const bool whole = row_bytes % 16 == 0 && CommonAlignment({call.x, call.y}) == 16;
+  const bool whole = row_bytes % 16 == 0 && CommonAlignment({call.x, call.y, call.parts}) == 16;
   return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) {
     const int64_t columns = (int64_t{16} << p.log_lanes) / static_cast<int64_t>(sizeof(T));
     auto* const kernel = whole ? KernelOf<SegmentSumFamily, SegmentSumKernel<T, true>>()
