@@ -201,7 +201,9 @@ __device__ __forceinline__ void FindStatistics(const GroupNormForwardCall& call,
       [&](int group, const double (&total)[2]) {
         const double n =
             static_cast<double>(plan.group_channels) * static_cast<double>(plan.positions);
-        const double mean = total[0] / n, variance = Without(total[1] / n, mean, mean);
+        const double mean = total[0] / n;
+        double variance = Without(total[1] / n, mean, mean);
+        if (isinf(static_cast<A>(variance))) variance = INFINITY;  // as in the reference
         const A rstd = static_cast<A>(1 / sqrt((variance < 0 ? 0 : variance) + call.eps));
         const A shifted = static_cast<A>(static_cast<double>(shared.base[group]) + mean);
         shared.statistics[2 * group] = shifted;
