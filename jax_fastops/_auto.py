@@ -201,6 +201,7 @@ _CPU = _entries([
     ("gated_act", "float32 float64", size < MB, size >= 10_000),
     ("gated_act_halves", "half", ALWAYS, ALWAYS),
     ("gated_act_halves", "float32 float64", row_bytes >= 14_800, row_bytes >= 14_800),
+    ("group_norm", "all", size >= 16 * KB, size >= 16 * KB),
     ("layer_norm", "all", (row_bytes >= 38) & (row_count < 11_076), size >= 4 * KB),
     ("lerp", "half", (size >= 8 * KB) & (size < 512 * KB), size >= 7038),
     ("lerp", "float32", (size >= 64 * KB) & (size < 512 * KB),

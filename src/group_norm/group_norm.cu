@@ -201,7 +201,9 @@ __device__ __forceinline__ void FindStatistics(const GroupNormForwardCall& call,
       [&](int group, const double (&total)[2]) {
         const double n =
             static_cast<double>(plan.group_channels) * static_cast<double>(plan.positions);
-        const double mean = total[0] / n, variance = Without(total[1] / n, mean, mean);
+        const double mean = total[0] / n;
+        double variance = Without(total[1] / n, mean, mean);
+        if (isinf(static_cast<A>(variance))) variance = INFINITY;  // as in the reference
         const A rstd = static_cast<A>(1 / sqrt((variance < 0 ? 0 : variance) + call.eps));
         const A shifted = static_cast<A>(static_cast<double>(shared.base[group]) + mean);
         shared.statistics[2 * group] = shifted;
@@ -214,7 +216,7 @@ __device__ __forceinline__ void FindStatistics(const GroupNormForwardCall& call,
 }
 
 template <typename T, int kBytes, bool kLast, bool kKeeps>
-__global__ void __launch_bounds__(kThreads, kForwardBlocks)
+__global__ void __launch_bounds__(kThreads, kKeeps ? kForwardBlocks : kBackwardBlocks)
     ForwardKernel(const __grid_constant__ Params<GroupNormForwardCall> p) {
   using Tile = group_norm::Tile<T, kBytes, kLast>;
   using A = typename Tile::A;
@@ -302,28 +304,29 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
                   ReadParameter<T>(call.scale, tile.first_channel + channel, 1);
       bias[i] = ReadParameter<T>(call.bias, tile.first_channel + channel, 0);
     });
-    const auto write = [&](const V& s, int64_t at) {
-      A z[kSize];
-      s.Unpack(z);
+    ForFormula<T>(call, [&](auto formula) {
+      const auto write = [&](const V& s, int64_t at) {
+        A z[kSize];
+        s.Unpack(z);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        const int c = kChannels == 1 ? 0 : i;
-        z[i] = fma(z[i] - mean[c], factor[c], bias[c]);
-      }
-      if (call.active) Activate<T>(call.activation, z);
-      StoreUnit(V::Packed(z), y + at);
-    };
-    if constexpr (kKeeps) {
-      const auto reload = [&](int64_t) {
-        const char* const place = next;
-        next += step;
-        return V::Load(place);
+        for (int i = 0; i < kSize; ++i) {
+          const int c = kChannels == 1 ? 0 : i;
+          z[i] = formula.Value(fma(z[i] - mean[c], factor[c], bias[c]));
+        }
+        StoreUnit(V::Packed(z), y + at);
       };
-      tile.template Sweep<2>(slot, reload, write);
-    } else {
-      tile.template Sweep<4>(slot, load,
-                             [&](const Loaded& loaded, int64_t at) { write(added(loaded), at); });
-    }
+      if constexpr (kKeeps) {
+        const auto reload = [&](int64_t) {
+          const char* const place = next;
+          next += step;
+          return V::Load(place);
+        };
+        tile.template Sweep<2>(slot, reload, write);
+      } else {
+        tile.template Sweep<4>(slot, load,
+                               [&](const Loaded& loaded, int64_t at) { write(added(loaded), at); });
+      }
+    });
   }
   if constexpr (kKeeps) AwaitCluster();
 }
@@ -351,18 +354,14 @@ struct Coefficients {
   }
 
   // Replaces x by x - mean, and dy by g.
-  __device__ __forceinline__ void Differentiate(const GroupNormBackwardCall& call, A (&x)[kSize],
-                                                A (&dy)[kSize]) const {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) x[i] -= mean[kChannels == 1 ? 0 : i];
-    if (!call.active) return;
-    A z[kSize];
+  template <typename Formula>
+  __device__ __forceinline__ void Differentiate(Formula, A (&x)[kSize], A (&dy)[kSize]) const {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       const int c = kChannels == 1 ? 0 : i;
-      z[i] = fma(x[i], factor[c], bias[c]);
+      x[i] -= mean[c];
+      dy[i] = Pull<ActivationMath<T>, Formula>(fma(x[i], factor[c], bias[c]), dy[i]);
     }
-    PullBack<T>(call.activation, z, dy);
   }
 };
 
@@ -391,17 +390,19 @@ __device__ __forceinline__ void SumGradients(const GroupNormBackwardCall& call, 
     const int begin = pass * plan.width, slot = begin + tile.slot;
     const Coefficients<Tile> c(call, tile, slot);
     A s1[kSize] = {}, s2[kSize] = {};
-    tile.template Sweep<kBatch>(slot, load, [&](const auto& loaded, int64_t) {
-      A x[kSize], g[kSize];
-      loaded.x.Unpack(x);
-      loaded.dy.Unpack(g);
-      c.Differentiate(call, x, g);
+    ForFormula<typename Tile::Element>(call, [&](auto formula) {
+      tile.template Sweep<kBatch>(slot, load, [&](const auto& loaded, int64_t) {
+        A x[kSize], g[kSize];
+        loaded.x.Unpack(x);
+        loaded.dy.Unpack(g);
+        c.Differentiate(formula, x, g);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        s1[i] += g[i];
-        s2[i] = fma(g[i], x[i], s2[i]);
-      }
-      keep(loaded, g);
+        for (int i = 0; i < kSize; ++i) {
+          s1[i] += g[i];
+          s2[i] = fma(g[i], x[i], s2[i]);
+        }
+        keep(loaded, g);
+      });
     });
     if constexpr (Tile::kIsLast) {
 #pragma unroll
@@ -532,23 +533,30 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
       by_x[i] = rstd[group] * shared.statistics[2 * group + 1];
       less[i] = rstd[group] * shared.statistics[2 * group];
     });
-    tile.template Sweep<kBatch>(slot, load, [&](const Loaded& loaded, int64_t at) {
+    const auto write = [&](const Loaded& loaded, int64_t at, const auto& differentiate) {
       A d[kSize], g[kSize];
       loaded.x.Unpack(d);
       loaded.dy.Unpack(g);
-      if constexpr (kKeeps) {
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) d[i] -= c.mean[kChannels == 1 ? 0 : i];
-      } else {
-        c.Differentiate(call, d, g);
-      }
+      differentiate(d, g);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         const int of = kChannels == 1 ? 0 : i;
         d[i] = fma(g[i], c.factor[of], -fma(d[i], by_x[of], less[of]));
       }
       StoreUnit(V::Packed(d), dx + at);
-    });
+    };
+    if constexpr (kKeeps) {  // what is kept is g
+      tile.template Sweep<kBatch>(slot, load, [&](const Loaded& loaded, int64_t at) {
+        write(loaded, at,
+              [&](A(&d)[kSize], A(&g)[kSize]) { c.Differentiate(Identity<T>(), d, g); });
+      });
+    } else {
+      ForFormula<T>(call, [&](auto formula) {
+        tile.template Sweep<kBatch>(slot, load, [&](const Loaded& loaded, int64_t at) {
+          write(loaded, at, [&](A(&d)[kSize], A(&g)[kSize]) { c.Differentiate(formula, d, g); });
+        });
+      });
+    }
   }
   if constexpr (kKeeps) AwaitCluster();
 }

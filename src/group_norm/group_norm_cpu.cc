@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "core/cpu/buffer.h"
@@ -53,6 +54,7 @@ struct Statistics {
   double mean, rstd;
 };
 
+template <typename Scalar>
 Statistics StatisticsOf(const GroupNormSet& set, int64_t group, double eps) {
   double total[2] = {};
   for (int64_t i = group * set.group_channels; i < (group + 1) * set.group_channels; ++i) {
@@ -61,9 +63,10 @@ Statistics StatisticsOf(const GroupNormSet& set, int64_t group, double eps) {
   }
   const double n = static_cast<double>(set.group_channels) * static_cast<double>(set.positions);
   const double mean = total[0] / n, square = mean * mean, average = total[1] / n;
-  // Finite numbers may have squares that overflow.
+  // Finite numbers may have squares that overflow: the variance is infinite, as in the reference.
   const bool huge = std::isinf(square) && std::isfinite(mean);
-  const double variance = huge ? average : average - square;
+  double variance = huge ? average : average - square;
+  if (std::isinf(static_cast<Scalar>(variance))) variance = std::numeric_limits<double>::infinity();
   return {set.bases[group] + mean, 1 / std::sqrt((variance < 0 ? 0 : variance) + eps)};
 }
 
@@ -150,7 +153,7 @@ void GroupNormForward(const GroupNormForwardCall& call, Executor& executor) {
       set.sum = work.Out(call.sum, item);
       sum(set);
       for (int64_t group = 0; group < set.groups; ++group) {
-        const Statistics found = StatisticsOf(set, group, call.eps);
+        const Statistics found = StatisticsOf<Scalar>(set, group, call.eps);
         const Scalar rstd = static_cast<Scalar>(found.rstd);
         for (int64_t i = group * set.group_channels; i < (group + 1) * set.group_channels; ++i) {
           const int64_t channel = work.first_channel + i;
