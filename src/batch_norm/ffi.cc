@@ -29,6 +29,8 @@ BatchNormShape ShapeOf(Call& call) {
   return shape;
 }
 
+using A = BatchNormArrays;
+
 // An operand that is a result of another call.
 void* Given(Call& call, const char* name) { return const_cast<void*>(call.In(name)); }
 
@@ -39,28 +41,21 @@ void ReadWorkspace(Call& call, const BatchNormShape& shape, BatchNormArrays* arr
 }
 
 void ReadResult(Call& call, BatchNormArrays* arrays) {
-  arrays->x = call.In("x");
-  arrays->scale = call.In("scale?");
-  arrays->bias = call.In("bias?");
-  arrays->residual = call.In("residual?");
-  arrays->y = call.Out("y");
-  arrays->mask = call.Out("mask?");
+  call.Fill(arrays, "x", &A::x, "scale?", &A::scale, "bias?", &A::bias, "residual?", &A::residual,
+            "y", &A::y, "mask?", &A::mask);
 }
 
 void ReadGradient(Call& call, BatchNormArrays* arrays) {
-  arrays->x = call.In("x");
-  arrays->dy = call.In("dy");
+  call.Fill(arrays, "x", &A::x, "dy", &A::dy, "scale?", &A::scale);
   arrays->mask = Given(call, "mask?");
   arrays->mean = Given(call, "mean");
-  arrays->scale = call.In("scale?");
 }
 
 ffi::Error Forward(Call& call, Queue queue) {
   const BatchNormShape shape = ShapeOf(call);
   BatchNormArrays arrays;
   ReadResult(call, &arrays);
-  arrays.mean = call.Out("mean");
-  arrays.var = call.Out("var");
+  call.Fill(&arrays, "mean", &A::mean, "var", &A::var);
   ReadWorkspace(call, shape, &arrays);
   const DType dtype = call.Type();
   const double eps = call.Attribute<double>("eps");
@@ -72,9 +67,7 @@ ffi::Error Forward(Call& call, Queue queue) {
 ffi::Error Statistics(Call& call, Queue queue) {
   const BatchNormShape shape = ShapeOf(call);
   BatchNormArrays arrays;
-  arrays.x = call.In("x");
-  arrays.mean = call.Out("mean");
-  arrays.var = call.Out("var");
+  call.Fill(&arrays, "x", &A::x, "mean", &A::mean, "var", &A::var);
   ReadWorkspace(call, shape, &arrays);
   const DType dtype = call.Type();
   return call.Run([&] { return backend::BatchNormStatistics(shape, dtype, arrays, queue); });
@@ -96,11 +89,8 @@ ffi::Error Sums(Call& call, Queue queue) {
   const BatchNormShape shape = ShapeOf(call);
   BatchNormArrays arrays;
   ReadGradient(call, &arrays);
-  arrays.dy2 = call.In("dy2?");
   arrays.var = Given(call, "var?");
-  arrays.dx = call.Out("dx?");
-  arrays.dresidual = call.Out("dresidual?");
-  arrays.sums = call.Out("sums");
+  call.Fill(&arrays, "dy2?", &A::dy2, "dx?", &A::dx, "dresidual?", &A::dresidual, "sums", &A::sums);
   ReadWorkspace(call, shape, &arrays);
   const DType dtype = call.Type();
   const double eps = call.Attribute<double>("eps");
@@ -116,9 +106,7 @@ ffi::Error Backward(Call& call, Queue queue) {
   ReadGradient(call, &arrays);
   arrays.var = Given(call, "var");
   arrays.sums = Given(call, "sums");
-  arrays.dmean = call.In("dmean");
-  arrays.dvar = call.In("dvar");
-  arrays.dx = call.Out("dx");
+  call.Fill(&arrays, "dmean", &A::dmean, "dvar", &A::dvar, "dx", &A::dx);
   const DType dtype = call.Type();
   const double eps = call.Attribute<double>("eps");
   return call.Run([&] { return backend::BatchNormBackward(shape, dtype, eps, arrays, queue); });
@@ -129,10 +117,7 @@ ffi::Error Gradient(Call& call, Queue queue) {
   BatchNormArrays arrays;
   ReadGradient(call, &arrays);
   arrays.var = Given(call, "var");
-  arrays.dmean = call.In("dmean");
-  arrays.dvar = call.In("dvar");
-  arrays.dx = call.Out("dx");
-  arrays.sums = call.Out("sums");
+  call.Fill(&arrays, "dmean", &A::dmean, "dvar", &A::dvar, "dx", &A::dx, "sums", &A::sums);
   ReadWorkspace(call, shape, &arrays);
   const DType dtype = call.Type();
   const double eps = call.Attribute<double>("eps");

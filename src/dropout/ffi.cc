@@ -8,11 +8,9 @@ namespace {
 
 ffi::Error Forward(Call& call, Queue queue) {
   DropoutArrays arrays;
-  arrays.x = call.In("x");
-  arrays.bias = call.In("bias?");
+  using A = DropoutArrays;
+  call.Fill(&arrays, "x", &A::x, "bias?", &A::bias, "residual?", &A::residual, "y", &A::y);
   arrays.wide_bias = call.Wide("bias?");
-  arrays.residual = call.In("residual?");
-  arrays.y = call.Out("y");
   const DType dtype = call.Type();
   const int64_t rows = call.Batch(), columns = call.Size("n");
   const RowDropout dropout = ReadDropout(call, true);

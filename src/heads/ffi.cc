@@ -63,21 +63,7 @@ RotaryIndex ReadAngles(Call& call, const char* like) {
   while (batches < own.rank && own.name[batches] < 0) ++batches;
   for (int i = batches; i-- > 0; step *= own.size[i])
     stride[i] = own.size[i] == x.size[i] ? step : 0;
-  for (int i = 0; i < batches; ++i) {
-    if (x.size[i] == 1) continue;
-    const int last = index.rank - 1;
-    if (last >= 0 && index.stride[last] == stride[i] * x.size[i]) {  // or both 0
-      index.size[last] *= x.size[i];
-      index.stride[last] = stride[i];
-    } else if (index.rank < kRotaryRank) {
-      index.size[index.rank] = x.size[i];
-      index.stride[index.rank++] = stride[i];
-    } else {
-      call.Fail("the angles are broadcast in too many ways");
-      break;
-    }
-  }
-  if (index.rank == 1 && index.stride[0] == 0) index.rank = 0;
+  if (!index.Add(x.size, stride, batches)) call.Fail("the angles are broadcast in too many ways");
   return index;
 }
 
@@ -133,9 +119,8 @@ ffi::Error MergeAndRotateBack(Call& call, Queue queue) {
   const char* const parts[] = {"q", "k", "v"};
   for (int part = 0; part < kMaxHeadParts; ++part)
     arrays.y[part] = const_cast<void*>(call.In(parts[part]));
-  arrays.dx = call.Out("dx");
-  arrays.bias_sums = call.Out("bias_sums?");
-  arrays.scale_sums = call.Out("scale_sums?");
+  using A = RotaryArrays;
+  call.Fill(&arrays, "dx", &A::dx, "bias_sums?", &A::bias_sums, "scale_sums?", &A::scale_sums);
   const bool normalized = arrays.scale[0] != nullptr || arrays.scale[1] != nullptr;
   call.Require(normalized == (arrays.x != nullptr), "dx", "needs x exactly if there is a scale");
   if (arrays.scale_sums != nullptr) {

@@ -8,6 +8,7 @@
 
 #include "core/backend.h"
 #include "core/dtype.h"
+#include "core/strided_index.h"
 #include "heads/shape.h"
 
 namespace jax_fastops {
@@ -21,13 +22,8 @@ inline constexpr int kRotaryRank = 8;
 // keys, or one, if the gradient of the bias is summed too.
 constexpr int RotaryHeadsPerSum(bool bias_sums) { return bias_sums ? 1 : 2; }
 
-// Maps a batch to a row of the angles: sizes, major to minor, and strides in rows. The stride is 0
-// where angles are broadcast. Adjacent dimensions are merged if possible.
-struct RotaryIndex {
-  int rank = 0;
-  int64_t size[kRotaryRank] = {};
-  int64_t stride[kRotaryRank] = {};
-};
+// The row of the angles for a batch.
+using RotaryIndex = StridedIndex<kRotaryRank>;
 
 // The merged array is x[batch, sequence, query_heads + 2 * key_heads, head_size]: queries, keys,
 // values. A split array is y[batch, heads, sequence, head_size] if `heads_first`, otherwise

@@ -24,13 +24,6 @@ struct Sizes {
   explicit Sizes(DType dtype) : element(ItemSize(dtype)), wide(std::max<int64_t>(4, element)) {}
 };
 
-int64_t AngleRow(const RotaryIndex& index, int64_t batch) {
-  int64_t row = 0;
-  for (int i = index.rank; i-- > 0; batch /= index.size[i])
-    row += batch % index.size[i] * index.stride[i];
-  return row;
-}
-
 // Head `index` (of all) of token `row`. `run` is the run of rows whose sums it adds to.
 RotaryHead HeadOf(const RotaryShape& shape, const Sizes& sizes, const RotaryArrays& arrays,
                   int64_t row, int64_t index, int64_t run) {
@@ -68,7 +61,7 @@ RotaryHead HeadOf(const RotaryShape& shape, const Sizes& sizes, const RotaryArra
   head.scale_sums =
       to(arrays.scale_sums, (run * shape.scale_sums(biased) + sum * size) * sizes.wide);
   if (shape.pairs == 0) return head;
-  const int64_t angle = (AngleRow(shape.angles, batch) + row % shape.sequence) * 2 * shape.pairs;
+  const int64_t angle = (shape.angles.Offset(batch) + row % shape.sequence) * 2 * shape.pairs;
   head.cos = from(arrays.turns, angle * sizes.wide);
   head.sin = from(arrays.turns, (angle + shape.pairs) * sizes.wide);
   return head;

@@ -21,16 +21,12 @@ ffi::Error Forward(Call& call, Queue queue) {
   shape.rows = call.Batch();
   shape.n = call.Size("n");
   NormForwardArrays arrays;
-  arrays.x = call.In("x");
-  arrays.residual = call.In("residual?");
+  using A = NormForwardArrays;
+  call.Fill(&arrays, "x", &A::x, "residual?", &A::residual, "y", &A::y, "sum?", &A::sum, "mean?",
+            &A::mean, "rstd?", &A::rstd, "workspace?", &A::workspace);
   arrays.input_bias = Parameter(call, "input_bias?");
   arrays.scale = Parameter(call, "scale?");
   arrays.bias = Parameter(call, "bias?");
-  arrays.y = call.Out("y");
-  arrays.sum = call.Out("sum?");
-  arrays.mean = call.Out("mean?");
-  arrays.rstd = call.Out("rstd?");
-  arrays.workspace = call.Out("workspace?");
   arrays.dropout = ReadDropout(call);
   const NormKind kind = Kind(call);
   const DType dtype = call.Type();
@@ -42,18 +38,11 @@ ffi::Error Forward(Call& call, Queue queue) {
 ffi::Error Backward(Call& call, Queue queue) {
   NormShape shape;
   NormBackwardArrays arrays;
-  arrays.dy = call.In("dy");
-  arrays.s = call.In("s");
-  arrays.mean = call.In("mean?");
-  arrays.rstd = call.In("rstd");
+  using A = NormBackwardArrays;
+  call.Fill(&arrays, "dy", &A::dy, "s", &A::s, "mean?", &A::mean, "rstd", &A::rstd, "dsum?",
+            &A::dsum, "dy2?", &A::dy2, "dx", &A::dx, "dresidual?", &A::dresidual);
+  call.Fill(&arrays, "dscale?", &A::dscale, "dbias?", &A::dbias, "dinput_bias?", &A::dinput_bias);
   arrays.scale = Parameter(call, "scale?");
-  arrays.dsum = call.In("dsum?");
-  arrays.dy2 = call.In("dy2?");
-  arrays.dx = call.Out("dx");
-  arrays.dresidual = call.Out("dresidual?");
-  arrays.dscale = call.Out("dscale?");
-  arrays.dbias = call.Out("dbias?");
-  arrays.dinput_bias = call.Out("dinput_bias?");
   arrays.dropout = ReadDropout(call);
   shape.n = call.Size("n");
   shape.rows = call.Batch();

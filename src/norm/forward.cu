@@ -25,7 +25,7 @@
 //   kernel reads only the sum.
 // - float64 has one kernel for all rows, whose blocks process a row chunk by chunk.
 // - Dropout is part of the kernels for aligned rows of the lengths that models with dropout have.
-//   For other rows, a kernel that is not fast computes the sum first.
+//   For other rows, dropout's kernels compute the sum first.
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
@@ -37,6 +37,7 @@
 #include "core/cuda/launch.h"
 #include "core/cuda/math.cuh"
 #include "core/integer.h"
+#include "dropout/dropout.h"
 #include "norm/forward_long.cuh"
 #include "norm/forward_row.cuh"
 #include "norm/norm.h"
@@ -185,53 +186,6 @@ __global__ void __launch_bounds__(kNormGeneralThreads)
   }
 }
 
-// The sum with dropout by itself, written to `s`. A thread takes blocks of random bits.
-constexpr int kDropThreads = 128;
-
-template <typename T>
-__device__ void DropRow(const NormForwardParams& p, int64_t row, T* s) {
-  using A = ComputeType<T>;
-  const T *x = reinterpret_cast<const T*>(p.x), *residual = reinterpret_cast<const T*>(p.residual);
-  const PhiloxWords seed = p.dropout.seeds.At(row);
-  for (int64_t block = threadIdx.x; block * kSeedBlock < p.n; block += kDropThreads) {
-    const PhiloxWords bits = RandomBits(seed, static_cast<uint32_t>(block));
-#pragma unroll
-    for (int i = 0; i < kSeedBlock; ++i) {
-      const int64_t column = block * kSeedBlock + i, at = row * p.n + column;
-      if (column >= p.n) break;
-      A value = ToCompute(x[at]);
-      if (p.input_bias.data != nullptr) {
-        value += p.input_bias.wide ? static_cast<const A*>(p.input_bias.data)[column]
-                                   : ToCompute(static_cast<const T*>(p.input_bias.data)[column]);
-      }
-      value = IsKept(bits, i, p.dropout.largest) ? value * static_cast<A>(p.dropout.scale) : A(0);
-      if (residual != nullptr) value += ToCompute(residual[at]);
-      s[at] = FromCompute<T>(value);
-    }
-  }
-}
-
-// One kernel for all types, because it is rare: XLA aligns its buffers, and norm.py asks for
-// dropout only for rows that have a kernel with it.
-__global__ void __launch_bounds__(kDropThreads)
-    NormDropKernel(const NormForwardParams p, DType dtype, char* s) {
-  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    switch (dtype) {
-      case DType::kF32:
-        DropRow(p, row, reinterpret_cast<float*>(s));
-        break;
-      case DType::kBF16:
-        DropRow(p, row, reinterpret_cast<__nv_bfloat16*>(s));
-        break;
-      case DType::kF16:
-        DropRow(p, row, reinterpret_cast<__half*>(s));
-        break;
-      default:
-        DropRow(p, row, reinterpret_cast<double*>(s));
-    }
-  }
-}
-
 // -------------------------------------------------------------------------------------------------
 // Launches
 
@@ -260,13 +214,13 @@ Kernel RowKernel(const NormForwardPlan& plan, std::index_sequence<kForms...>) {
 }
 
 // Computes the sum by itself, in place of the result if it is not wanted. Then it is the input.
+// This is rare: XLA aligns its buffers, and norm.py asks for dropout only for rows that have a
+// kernel.
 cudaError_t DropFirst(DType dtype, NormForwardParams* params, cudaStream_t stream) {
   char* const s = params->sum != nullptr ? params->sum : params->y;
-  const LaunchConfig config = {
-      .grid = dim3(static_cast<unsigned>(std::min(params->rows, kNormMaxBlocks))),
-      .block = dim3(kDropThreads)};
-  const cudaError_t error =
-      Launch(KernelOf<NormForwardKernels, NormDropKernel>(), config, stream, *params, dtype, s);
+  const NormParameter& bias = params->input_bias;
+  const cudaError_t error = Dropout(dtype, {params->x, bias.data, bias.wide, params->residual, s},
+                                    params->rows, params->n, params->dropout, stream);
   params->x = s;
   params->residual = params->sum = nullptr;
   params->input_bias = {};
@@ -394,6 +348,9 @@ cudaError_t NormForward(const NormShape& shape, NormKind kind, DType dtype, doub
   });
 }
 
-cudaError_t LoadNormForwardKernels() { return LoadKernels<NormForwardKernels>(); }
+cudaError_t LoadNormForwardKernels() {
+  const cudaError_t error = LoadKernels<NormForwardKernels>();
+  return error == cudaSuccess ? LoadDropoutKernels() : error;
+}
 
 }  // namespace jax_fastops::cuda

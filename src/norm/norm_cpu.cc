@@ -16,6 +16,7 @@
 #include "core/cpu/pointers.h"
 #include "core/cpu/stream.h"
 #include "core/philox.h"
+#include "dropout/dropout.h"
 #include "norm/norm_simd.h"
 
 namespace jax_fastops::cpu {
@@ -82,7 +83,10 @@ void NormForward(const NormShape& shape, NormKind kind, DType dtype, double eps,
                   NormForwardArrays from = FromRow(arrays, row, row_bytes, accumulator);
                   if (drops) {
                     void* const s = from.sum != nullptr ? from.sum : from.y;
-                    Kernels().drop[static_cast<int>(dtype)](from, s, count, shape.n);
+                    const NormParameter& bias = from.input_bias;
+                    InlineExecutor here;
+                    Dropout(dtype, {from.x, bias.data, bias.wide, from.residual, s}, count, shape.n,
+                            from.dropout, here);
                     from.x = s;
                     from.residual = from.sum = nullptr;
                     from.input_bias = {};

@@ -10,10 +10,9 @@
 // through the L2 cache. The first pass computes the two means that dx needs for each row, the
 // second computes dx and adds to the sums.
 //
-// Dropout: the random bits of a piece of a row are drawn into a small mask, then used. The forward
-// does this when it computes the sum, the backward in its second pass. With dropout, the backward
-// processes one row at a time: with two arrays to write, groups of 4 rows took up to 1.6 times as
-// long.
+// Dropout, in the second pass of the backward: the random bits of a piece of a row are drawn into a
+// small mask, then used. One row is processed at a time: with two arrays to write, groups of 4 rows
+// took up to 1.6 times as long.
 #include "norm/norm_simd.h"
 
 #include "core/cpu/block_math.h"
@@ -310,29 +309,6 @@ struct Norm {
         kind == NormKind::kLayer, kStreams && stream);
   }
 
-  static void Drop(const NormForwardArrays& arrays, void* sums, int64_t rows, int64_t n) {
-    const Pair<A> factor = SetPair<A>(static_cast<Scalar>(arrays.dropout.scale));
-    for (int64_t row = 0; row < rows; ++row) {
-      const Source source = SourceAt(arrays, row, n);
-      char* const s = static_cast<char*>(sums) + row * n * E::kBytes;
-      OverPieces(n, [&](int64_t begin, int64_t end) FASTOPS_LAMBDA {
-        uint8_t kept[kDropBytes];
-        DrawPiece(arrays.dropout, row, begin, end, kept);
-        OverBlocks<kBlock>(begin, end, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-          const int64_t at = i * E::kBytes;
-          const uint32_t bits = BitsAt<E>(extent, kept, i - begin, count);
-          Pair<A> v = Loaded<A>(LoadElements<E>(extent, source.x + at, count));
-          if (source.bias.data != nullptr) v = Add(v, Parameter(extent, source.bias, i, count));
-          v = Select(PairOfBits<A>(bits), Mul(v, factor), SetPair<A>(0));
-          if (source.residual != nullptr) {
-            v = Add(v, LoadElements<E>(extent, source.residual + at, count));
-          }
-          StoreElements<E, false>(extent, s + at, E::Narrow(v), count);
-        });
-      });
-    }
-  }
-
   // ---- The gradient ----
 
   template <typename Extent>
@@ -503,7 +479,7 @@ struct Norm {
 }  // namespace
 
 extern const NormKernels norm_kernels;
-const NormKernels norm_kernels = {FASTOPS_EACH_DTYPE(Norm, Forward), FASTOPS_EACH_DTYPE(Norm, Drop),
+const NormKernels norm_kernels = {FASTOPS_EACH_DTYPE(Norm, Forward),
                                   FASTOPS_EACH_DTYPE(Norm, Backward)};
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -17,15 +17,12 @@ struct NormKernels {
   // bypass the caches.
   using Forward = void(const NormForwardArrays& arrays, NormKind kind, double eps, int64_t rows,
                        int64_t n, bool stream);
-  // Computes the sum `s` with dropout for `rows` rows. The arrays begin at the first of them.
-  using Drop = void(const NormForwardArrays& arrays, void* s, int64_t rows, int64_t n);
   // Computes dx for `rows` rows, and, if requested, the sums over these rows. The sums are
   // overwritten. With dropout, `stream` requires that dx and dresidual are aligned to 64 bytes.
   using Backward = void(const NormBackwardArrays& arrays, NormKind kind, int64_t rows, int64_t n,
                         bool stream);
 
   Forward* forward[kNumDTypes];
-  Drop* drop[kNumDTypes];
   Backward* backward[kNumDTypes];
 };
 FASTOPS_DECLARE_KERNELS(NormKernels, norm_kernels)

@@ -10,27 +10,6 @@ const Limit kWorkspace("softmax_workspace", kSoftmaxWorkspace);
 const Limit kDropoutRow("softmax_dropout_row", kSoftmaxDropoutRow);
 const Limit kMaskRank("softmax_mask_rank", kMaxMaskRank);
 
-// Dimensions `begin` to `end` of the mask, whose strides in its own memory are given. False if too
-// many of them are left when neighbors are merged.
-bool ReadIndex(const Call::Dims& x, const int64_t* stride, int begin, int end, MaskIndex* index) {
-  bool matters = false;
-  for (int i = begin; i < end; ++i) {
-    if (x.size[i] == 1) continue;
-    matters = matters || stride[i] != 0;
-    const int last = index->rank - 1;
-    if (last >= 0 && index->stride[last] == stride[i] * x.size[i]) {  // or both 0
-      index->size[last] *= x.size[i];
-      index->stride[last] = stride[i];
-      continue;
-    }
-    if (index->rank == kMaxMaskRank) return false;
-    index->size[index->rank] = x.size[i];
-    index->stride[index->rank++] = stride[i];
-  }
-  if (!matters) index->rank = 0;
-  return true;
-}
-
 // The mask of `like`. Where it is shorter, it is broadcast: its index 0 is used for all. (In
 // partitioned programs it may have several equal copies there.)
 SoftmaxMask ReadMask(Call& call, const char* like, int axis) {
@@ -43,8 +22,8 @@ SoftmaxMask ReadMask(Call& call, const char* like, int axis) {
     stride[i] = own.size[i] == x.size[i] ? step : 0;
   call.Require(own.size[axis] == x.size[axis] || own.size[axis] == 1, "mask", "does not fit rows");
   mask.stride = x.size[axis] == 1 ? 0 : stride[axis];
-  call.Require(ReadIndex(x, stride, 0, axis, &mask.outer) &&
-                   ReadIndex(x, stride, axis + 1, x.rank, &mask.inner),
+  call.Require(mask.outer.Add(x.size, stride, axis) &&
+                   mask.inner.Add(x.size + axis + 1, stride + axis + 1, x.rank - axis - 1),
                "mask", "is broadcast in too many ways");
   return mask;
 }
@@ -80,8 +59,7 @@ SoftmaxArguments ReadWithDropout(Call& call) {
 
 ffi::Error Forward(Call& call, Queue queue) {
   SoftmaxArguments read = ReadWithoutDropout(call, "x");
-  read.x = call.In("x");
-  read.out = call.Out("y");
+  call.Fill(&read, "x", &SoftmaxArguments::x, "y", &SoftmaxArguments::out);
   return call.Run([&] { return backend::SoftmaxForward(read, queue); });
 }
 

@@ -6,6 +6,7 @@
 
 #include "core/dtype.h"
 #include "core/philox.h"
+#include "core/strided_index.h"
 
 namespace jax_fastops {
 
@@ -23,17 +24,11 @@ inline constexpr int kMaxMaskRank = 16;
 // The kernels of longer rows have a workspace.
 inline constexpr int64_t kSoftmaxWorkspace = 16384;
 
-// Maps a row-major index to an offset in the mask: sizes, major to minor, and strides in the mask.
-// The stride is 0 along a dimension in which the mask is broadcast. Adjacent dimensions are merged
-// if possible, and sizes of 1 are left out, so an index that does not matter has no dimension.
-struct MaskIndex {
-  int rank = 0;
-  int64_t size[kMaxMaskRank] = {};
-  int64_t stride[kMaxMaskRank] = {};
-};
+// Where the mask is for an index.
+using MaskIndex = StridedIndex<kMaxMaskRank>;
 
 // A boolean array in its own shape, with one byte (0 or 1) per element. The element for x[o, i, j]
-// is data[outer(o) + i * stride + inner(j)].
+// is data[outer.Offset(o) + i * stride + inner.Offset(j)].
 struct SoftmaxMask {
   const uint8_t* data = nullptr;  // null: no mask
   MaskIndex outer;

@@ -29,24 +29,17 @@
 #include "core/cpu/stream.h"
 #include "core/integer.h"
 #include "core/philox.h"
+#include "dropout/dropout_simd.h"
 #include "softmax/softmax_simd.h"
 
 namespace jax_fastops::cpu {
 namespace {
 
 FASTOPS_DEFINE_KERNELS(Kernels, softmax_kernels)
+FASTOPS_DEFINE_KERNELS(Droppers, dropout_kernels)
 
 int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
-
-int64_t MaskOffset(const MaskIndex& index, int64_t i) {
-  int64_t offset = 0;
-  for (int d = index.rank - 1; d >= 0; --d) {
-    offset += i % index.size[d] * index.stride[d];
-    i /= index.size[d];
-  }
-  return offset;
-}
 
 // ---- Rows ---------------------------------------------------------------------------------------
 
@@ -55,7 +48,7 @@ int64_t MaskOffset(const MaskIndex& index, int64_t i) {
 const uint8_t* RowMask(const SoftmaxMask& mask, int64_t row, int64_t begin, int64_t count,
                        uint8_t* bytes) {
   if (mask.data == nullptr) return nullptr;
-  const uint8_t* first = mask.data + MaskOffset(mask.outer, row) + begin * mask.stride;
+  const uint8_t* first = mask.data + mask.outer.Offset(row) + begin * mask.stride;
   if (mask.stride == 1) return first;
   if (mask.stride == 0) {
     std::memset(bytes, *first, static_cast<size_t>(count));
@@ -211,7 +204,21 @@ void OverDropoutRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int64_t
                 });
 }
 
-static_assert(kSoftmaxDropoutRow <= kSoftmaxPiece);
+// Drops elements of a row that has this seed.
+void Drop(int type, const RowDropout& dropout, const PhiloxWords& seed, const char* x, char* y,
+          int64_t n) {
+  Droppers().piece[type]({.seed = seed,
+                          .block = 0,
+                          .n = n,
+                          .x = x,
+                          .bias = nullptr,
+                          .wide_bias = false,
+                          .residual = nullptr,
+                          .y = y},
+                         dropout.largest, dropout.scale);
+}
+
+static_assert(kSoftmaxDropoutRow <= kSoftmaxPiece && kSoftmaxDropoutRow <= kDropoutPiece);
 using RowBuffer = char[kSoftmaxDropoutRow * sizeof(double)];
 
 // ---- Columns ------------------------------------------------------------------------------------
@@ -320,7 +327,7 @@ void SetMask(const SoftmaxMask& mask, const Cut& cut, const Place& place,
   tile->mask_stride = 0;
   if (mask.data == nullptr) return;
   const int64_t row_stride = cut.fold * mask.stride;
-  const uint8_t* first = mask.data + MaskOffset(mask.outer, place.outer) + place.row * row_stride;
+  const uint8_t* first = mask.data + mask.outer.Offset(place.outer) + place.row * row_stride;
   if (InPlace(mask, cut)) {
     tile->mask = first + place.column;
     tile->mask_stride = row_stride;
@@ -334,7 +341,7 @@ void SetMask(const SoftmaxMask& mask, const Cut& cut, const Place& place,
     for (int64_t i = 0; i < place.columns; ++i) {
       const int64_t at = place.column + i;
       offsets[static_cast<size_t>(i)] =
-          at / cut.inner * mask.stride + MaskOffset(mask.inner, at % cut.inner);
+          at / cut.inner * mask.stride + mask.inner.Offset(at % cut.inner);
     }
   }
   tile->mask = bytes;
@@ -594,7 +601,7 @@ void SoftmaxForward(const SoftmaxArguments& args, Executor& executor) {
                     [&](int64_t row, const uint8_t* row_mask, int64_t at) {
                       RowBuffer p;
                       Kernels().rows[type](call, x + at, row_mask, 0, p, 1, shape.n);
-                      Kernels().drop[type](dropout, dropout.seeds.At(row), p, y + at, shape.n);
+                      Drop(type, dropout, dropout.seeds.At(row), p, y + at, shape.n);
                     });
     return;
   }
@@ -621,7 +628,7 @@ void SoftmaxBackward(const SoftmaxArguments& args, Executor& executor) {
                     [&](int64_t row, const uint8_t* row_mask, int64_t at) {
                       RowBuffer p, dp;
                       Kernels().rows[type](call, x + at, row_mask, 0, p, 1, shape.n);
-                      Kernels().drop[type](dropout, dropout.seeds.At(row), dy + at, dp, shape.n);
+                      Drop(type, dropout, dropout.seeds.At(row), dy + at, dp, shape.n);
                       Kernels().backward_rows[type](call, p, dp, nullptr, 0, dx + at, 1, shape.n);
                     });
     return;

@@ -13,7 +13,6 @@
 #include "softmax/softmax_simd.h"
 
 #include "core/cpu/block_math.h"
-#include "core/cpu/philox_math.h"
 #include "core/cpu/simd_math.h"
 
 namespace jax_fastops::cpu::FASTOPS_ISA {
@@ -413,18 +412,6 @@ struct Softmax {
         call.log, call.masked, kStreams && call.stream);
   }
 
-  static void Drop(const RowDropout& dropout, const PhiloxWords& seed, const char* x, char* y,
-                   int64_t n) {
-    uint8_t mask[kSoftmaxDropoutRow / kSeedBlock];
-    KeptBits(seed, 0, (n + kSeedBlock - 1) / kSeedBlock, dropout.largest, mask);
-    const Pair<A> factor = SetPair<A>(static_cast<Scalar>(dropout.scale));
-    OverBlocks<kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-      const Pair<A> v = Mul(LoadElements<E>(extent, x + i * E::kBytes, count), factor);
-      const uint32_t bits = BitsAt<E>(extent, mask, i, count);
-      StoreElements<E, false>(extent, y + i * E::kBytes, E::Keep(bits, E::Narrow(v)), count);
-    });
-  }
-
   // ---- Columns ----
 
   // Prefetches a later row. The rows of a tile are too far apart for the hardware to do it.
@@ -656,7 +643,6 @@ const SoftmaxKernels softmax_kernels = {FASTOPS_EACH_DTYPE(Softmax, Rows),
                                         FASTOPS_EACH_DTYPE(Softmax, Finish),
                                         FASTOPS_EACH_DTYPE(Softmax, BackwardSum),
                                         FASTOPS_EACH_DTYPE(Softmax, BackwardFinish),
-                                        FASTOPS_EACH_DTYPE(Softmax, Drop),
                                         FASTOPS_EACH_DTYPE(Softmax, TileMax),
                                         FASTOPS_EACH_DTYPE(Softmax, TileSum),
                                         FASTOPS_EACH_DTYPE(Softmax, TileCombine),

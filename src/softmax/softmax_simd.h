@@ -63,10 +63,6 @@ struct SoftmaxKernels {
   using BackwardFinish = void(const SoftmaxCall& call, const char* y, const char* dy,
                               const uint8_t* mask, char* dx, int64_t n, double sum);
 
-  // Dropout of n <= kSoftmaxDropoutRow elements of a row that has this seed.
-  using Drop = void(const RowDropout& dropout, const PhiloxWords& seed, const char* x, char* y,
-                    int64_t n);
-
   // ---- Columns ----
 
   // buffer = scale * x, with -inf for masked elements. maxima[j] becomes the maximum of itself and
@@ -105,7 +101,6 @@ struct SoftmaxKernels {
   Finish* finish[kNumDTypes];
   BackwardSum* backward_sum[kNumDTypes];
   BackwardFinish* backward_finish[kNumDTypes];
-  Drop* drop[kNumDTypes];
   TileMax* tile_max[kNumDTypes];
   TileSum* tile_sum[kNumDTypes];
   TileCombine* tile_combine[kNumDTypes];

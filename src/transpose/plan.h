@@ -2,12 +2,11 @@
 // its grid. transpose.cu explains the kernels. A plan depends on the shape only, and is cached.
 //
 // Offsets into the arrays are in bytes, and 64-bit. Divisors and the numbers that they divide are
-// below 2^31, except in RowsPlan<uint64_t>.
+// below 2^31, except in gathers.
 #ifndef JAX_FASTOPS_TRANSPOSE_PLAN_H_
 #define JAX_FASTOPS_TRANSPOSE_PLAN_H_
 
 #include <cstdint>
-#include <type_traits>
 #include <variant>
 
 #include "core/fast_divide.h"
@@ -22,19 +21,17 @@ inline constexpr int kRowsThreads = 256;  // per block
 inline constexpr int kUnitsPerThread = 4;
 inline constexpr int kChunksPerThread = 2;
 
-template <typename Index>
 struct RowDim {
-  std::conditional_t<sizeof(Index) == 4, FastDivisor, FastDivisor64> size;
+  FastDivisor size;
   int64_t in_stride = 0;
 };
 
 // Units of 16 bytes, or bytes if rows are not aligned to 16 bytes.
-template <typename Index>
 struct RowsPlan {
   bool by_bytes = false;
-  Index count = 0;  // units or bytes
+  uint32_t count = 0;  // units or bytes
   int rank = 0;
-  RowDim<Index> dims[kMaxPermutationRank];  // minor to major; the first one is a row
+  RowDim dims[kMaxPermutationRank];  // minor to major; the first one is a row
   int64_t blocks = 0;
 };
 
@@ -88,7 +85,7 @@ struct CopyPlan {};
 
 struct TransposePlan {
   int unit = 1;  // bytes that move together
-  std::variant<CopyPlan, RowsPlan<uint32_t>, RowsPlan<uint64_t>, TilePlan, GatherPlan> kernel;
+  std::variant<CopyPlan, RowsPlan, TilePlan, GatherPlan> kernel;
 };
 
 // No dimension may have size 0.

@@ -34,19 +34,16 @@ FastDivisor Divisor(int64_t d) { return FastDivisor(static_cast<uint32_t>(d)); }
 // -------------------------------------------------------------------------------------------------
 // Rows
 
-template <typename Index>
-RowsPlan<Index> PlanRows(const Permutation& p) {
-  RowsPlan<Index> rows;
+RowsPlan PlanRows(const Permutation& p) {
+  RowsPlan rows;
   rows.by_bytes = p.unit < kVector;
   const int64_t size = rows.by_bytes ? p.unit : 1;  // of a unit, in what the plan counts
   const int64_t bytes = rows.by_bytes ? 1 : p.unit;
-  rows.count = static_cast<Index>(p.count * size);
+  rows.count = static_cast<uint32_t>(p.count * size);
   rows.rank = p.rank;
   for (int d = 0; d < p.rank; ++d) {
     const int from = p.rank - 1 - d;
-    using Divisor = decltype(rows.dims[d].size);
-    // There is no division by the most major dimension, which may be too large for it.
-    if (d == 0 || d < p.rank - 1) rows.dims[d].size = Divisor(p.size[from] * (d == 0 ? size : 1));
+    rows.dims[d].size = Divisor(p.size[from] * (d == 0 ? size : 1));
     rows.dims[d].in_stride = d == 0 ? bytes : p.in_stride[from] * p.unit;
   }
   // The chunks of the output are aligned, so the first and the last one may be in part.
@@ -146,14 +143,10 @@ TransposePlan PlanTranspose(const TransposeShape& shape) {
   TransposePlan plan;
   plan.unit = static_cast<int>(p.unit);
   if (p.IsCopy()) return plan;
-  if (p.KeepsMinor() && p.size[p.rank - 1] * p.unit >= kVector) {
-    // Leaves room for the threads of the last block.
-    const int64_t count = p.unit < kVector ? p.count * p.unit : p.count;
-    if (count > kLimit - 4096) {
-      plan.kernel = PlanRows<uint64_t>(p);
-    } else {
-      plan.kernel = PlanRows<uint32_t>(p);
-    }
+  // Leaves room for the threads of the last block.
+  const int64_t moved = p.unit < kVector ? p.count * p.unit : p.count;
+  if (p.KeepsMinor() && p.size[p.rank - 1] * p.unit >= kVector && moved <= kLimit - 4096) {
+    plan.kernel = PlanRows(p);
     return plan;
   }
   if (!p.KeepsMinor()) {

@@ -55,10 +55,9 @@ struct Launcher {
     return cudaMemcpyAsync(y, x, bytes, cudaMemcpyDeviceToDevice, stream);
   }
 
-  template <typename Index>
-  cudaError_t operator()(const RowsPlan<Index>& plan) const {
-    const auto kernel = plan.by_bytes ? KernelOf<Family, ByteRowsKernel<Index>>()
-                                      : KernelOf<Family, UnitRowsKernel<Index>>();
+  cudaError_t operator()(const RowsPlan& plan) const {
+    const auto kernel =
+        plan.by_bytes ? KernelOf<Family, ByteRowsKernel>() : KernelOf<Family, UnitRowsKernel>();
     return Run(kernel, plan.blocks, kRowsThreads, x, y, plan);
   }
 

@@ -103,8 +103,7 @@ int64_t Take(int64_t& n, const Divisor& divisor) {
   return remainder;
 }
 
-template <typename Index>
-void Follow(const TransposeShape&, const RowsPlan<Index>& p, int unit, Moves& moves) {
+void Follow(const TransposeShape&, const RowsPlan& p, int unit, Moves& moves) {
   const int64_t bytes = p.by_bytes ? 1 : unit;
   for (int64_t i = 0; i < static_cast<int64_t>(p.count); i += unit / bytes) {
     int64_t n = i, from = 0;
@@ -174,13 +173,12 @@ void Follow(const TransposeShape&, const CopyPlan&, int unit, Moves& moves) {
 // -------------------------------------------------------------------------------------------------
 // Limits, which hold for every shape
 
-template <typename Index>
-void CheckLimits(const TransposeShape& shape, const RowsPlan<Index>& p) {
+void CheckLimits(const TransposeShape& shape, const RowsPlan& p) {
   const int64_t per_block =
       p.by_bytes ? kRowsThreads * kChunksPerThread * 16 : kRowsThreads * kUnitsPerThread;
   const int64_t count = static_cast<int64_t>(p.count);
   CHECK_SHAPE(p.blocks * per_block >= count && (p.blocks - 2) * per_block < count);
-  if (sizeof(Index) == 4) CHECK_SHAPE(p.blocks * per_block <= kInt + (p.by_bytes ? 1 << 14 : 0));
+  CHECK_SHAPE(p.blocks * per_block <= kInt + (p.by_bytes ? 1 << 14 : 0));
   CHECK_SHAPE(p.rank >= 2);
   CHECK_SHAPE(p.by_bytes ? p.dims[0].size.divisor >= 16 : true);
 }
