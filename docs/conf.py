@@ -51,7 +51,7 @@ myst_substitutions = numbers.numbers()
 myst_heading_anchors = 3
 
 autodoc_typehints = "signature"
-autodoc_type_aliases = {"ArrayLike": "ArrayLike"}
+autodoc_type_aliases = {name: name for name in ("ArrayLike", "DTypeLike")}
 autodoc_member_order = "bysource"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88

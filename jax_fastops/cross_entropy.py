@@ -263,9 +263,10 @@ def prepared_labels(
     ``tokens`` is the shape that the labels must have, and ``of`` says in a message what it is.
     """
     if not jnp.issubdtype(labels.dtype, jnp.integer):
+        one_hot = " (of one-hot labels, pass .argmax(-1))" if labels.shape[:-1] == tokens else ""
         raise TypeError(
             f"{name}: labels has dtype {labels.dtype} and shape {labels.shape}; it must have an "
-            "integer dtype"
+            f"integer dtype{one_hot}"
         )
     if labels.shape != tokens:
         raise ValueError(f"{name}: labels has shape {labels.shape}; it must be {tokens}, {of}")

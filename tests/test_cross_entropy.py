@@ -354,3 +354,11 @@ def test_next_tokens_of_a_length_that_is_a_symbol(mode):
     exported = jax.export.export(jax.jit(losses), disabled_checks=checks)(*operands)
     logits, tokens = np.ones((2, 7, 5), np.float32), np.zeros((2, 7), np.int32)
     np.testing.assert_allclose(exported.call(logits, tokens), np.log(5.0), rtol=1e-5)
+
+
+def test_one_hot_labels_say_what_to_pass():
+    x = jnp.ones((4, 8))
+    with pytest.raises(TypeError, match=r"\(of one-hot labels, pass .argmax\(-1\)\)$"):
+        fo.cross_entropy(x, jax.nn.one_hot(jnp.arange(4), 8))
+    with pytest.raises(TypeError, match=r"an integer dtype$"):
+        fo.cross_entropy(x, jnp.ones(4))
