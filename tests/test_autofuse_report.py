@@ -171,7 +171,7 @@ OTHERS = {
 def test_no_false_misses(name):
     f, args = OTHERS[name]
     report = fo.autofuse.report(f)(*args)
-    assert not report.replaced and not report.missed
+    assert {r.pattern for r in report.replaced} <= {"take"} and not report.missed
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "lamb", "adafactor", "rmsprop", "lion"])

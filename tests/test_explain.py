@@ -238,6 +238,10 @@ CALLS = {
     "gated_act": (fo.gated_act, [X, X]),
     "gated_act_halves": (fo.gated_act, [X]),
     "window_sum": (lambda x: fo.window_sum(x, 2), [X]),
+    "segment_sum": (
+        lambda x, ids: fo.segment_sum(x, ids, 9),
+        [X.update(shape=(1024, 64)), X.update(shape=(1024,), dtype=np.dtype("int32"))],
+    ),
     "cross_entropy": (
         fo.cross_entropy,
         [X, X.update(shape=X.shape[:-1], dtype=np.dtype("int32"))],
@@ -410,8 +414,8 @@ def test_conditions():
 
 def test_the_table_has_no_other_entries():
     for device in _auto.DEVICES:
-        # The kernels of attention are those of cuDNN.
-        assert set(device["entries"]) <= {*CALLS, "attention"}
+        # The kernels of attention are those of cuDNN, and the forward of `take` is a gather of XLA.
+        assert set(device["entries"]) <= {*CALLS, "attention", "take"}
 
 
 def test_an_unknown_device_takes_the_nearest(monkeypatch):
@@ -602,11 +606,11 @@ def test_bert_and_resnet(native):
         "bias_act",
         "residual_layer_norm",
     ]
-    assert [call.op for call in found.calls] == ["layer_norm", *layer * bert.SMALL.layers]
+    assert [call.op for call in found.calls] == ["take", "layer_norm", *layer * bert.SMALL.layers]
     assert all(call.kernel and call.differentiated and call.calls == 1 for call in found.calls)
     scanned = dataclasses.replace(bert.SMALL, scan=True)
     again = fo.explain(gradient(lambda p, t: bert.apply(p, t, scanned)[0]))(params, tokens)
-    assert [call.calls for call in again.calls] == [1, *[bert.SMALL.layers] * len(layer)]
+    assert [call.calls for call in again.calls] == [1, 1, *[bert.SMALL.layers] * len(layer)]
     assert again.kept == found.kept
 
     params, statistics = jax.eval_shape(lambda: resnet.init(jax.random.key(0), resnet.SMALL))
