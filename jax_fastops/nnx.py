@@ -578,16 +578,16 @@ def _groups_of(layer, shape) -> dict[str, int] | None:
     The layer is a ``GroupNorm`` or an ``InstanceNorm``. ``None`` if it is not a group norm of each
     index of the first axis.
     """
-    rank, axes = len(shape), getattr(layer, "feature_axes", (-1,))
-    axes = tuple(axes) if hasattr(axes, "__iter__") else (axes,)
-    if layer.axis_name is not None or len(axes) != 1 or not -rank < axes[0] < rank or axes[0] == 0:
+    rank, instance = len(shape), hasattr(layer, "feature_axes")
+    features = _axes(layer.feature_axes if instance else -1, rank)
+    reduced = None if instance else layer.reduction_axes
+    if layer.axis_name is not None or len(features) != 1 or not 0 < features[0] < rank:
         return None
-    if hasattr(layer, "feature_axes"):
-        return dict(num_groups=shape[axes[0]], axis=axes[0])
-    reduced = layer.reduction_axes
-    if reduced is not None and {axis % rank for axis in reduced} != set(range(1, rank)):
+    if reduced is not None and set(_axes(reduced, rank)) != set(range(1, rank)):
         return None
-    return dict(num_groups=layer.num_groups or shape[-1] // layer.group_size, axis=-1)
+    channels = shape[features[0]]
+    groups = channels if instance else layer.num_groups or channels // layer.group_size
+    return dict(num_groups=groups, axis=features[0])
 
 
 class _GroupNorm:
