@@ -506,6 +506,8 @@ def test_floors_are_those_of_the_results(op):
     path = RESULTS / f"{H100}-{op.family}.json"
     if not path.exists():
         path = RESULTS / f"nvidia-h200-{op.family}.json"
+    if not path.exists():
+        pytest.skip("the family was not measured on a GPU")
     rows = json.loads(path.read_text())["cases"]
     measured = {(c["op"], c["label"]): c for c in rows if c["dtype"] == "bfloat16"}
     for case in cases.cases("gpu", (op,), ["bfloat16"]):
