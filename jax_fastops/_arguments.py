@@ -158,24 +158,6 @@ def is_epsilon(eps: object) -> bool:
         return False
 
 
-def flax_groups(layer: Any, shape: Sequence[int]) -> dict[str, int] | None:
-    """How ``group_norm`` divides an array of this shape as a layer of Flax does.
-
-    The layer is a ``GroupNorm`` or an ``InstanceNorm``. ``None`` if it is not a group norm of each
-    index of the first axis.
-    """
-    rank, axes = len(shape), getattr(layer, "feature_axes", (-1,))
-    axes = tuple(axes) if hasattr(axes, "__iter__") else (axes,)
-    if layer.axis_name is not None or len(axes) != 1 or not -rank < axes[0] < rank or axes[0] == 0:
-        return None
-    if hasattr(layer, "feature_axes"):
-        return dict(num_groups=shape[axes[0]], axis=axes[0])
-    reduced = layer.reduction_axes
-    if reduced is not None and {axis % rank for axis in reduced} != set(range(1, rank)):
-        return None
-    return dict(num_groups=layer.num_groups or shape[-1] // layer.group_size, axis=-1)
-
-
 def parameter(
     op: str, name: str, value: ArrayLike | None, x: jax.Array, axis: int, what: str
 ) -> jax.Array:

@@ -127,7 +127,7 @@ _CUDA = _entries([
     ("gated_act_halves", "half", NEVER, size >= 64 * MB),
     ("gated_act_halves", "float32", NEVER, size >= 16 * MB),
     ("gated_act_halves", "float64", NEVER, size >= 4 * MB),
-    ("group_norm", "half float32", size >= MB, size >= MB),
+    ("group_norm", "half float32", NEVER, inner & (size >= 16 * MB)),
     ("layer_norm", "half", (row_bytes >= 72) & (size >= 4 * MB),
      (row_bytes >= 48) & (row_count >= 160) & (size >= 96 * KB)),
     ("layer_norm", "float32", (row_bytes >= 72) & (size >= 4 * MB),
@@ -180,7 +180,7 @@ _CUDA = _entries([
      aligned & (row_bytes >= 128) & (work >= 16 * MB)),
     *((name, "float64", NEVER, NEVER) for name in (
         "batch_norm", "batch_norm_inference", "bias_gelu", "bias_gelu_exact", "bias_relu",
-        "bias_silu", "cross_entropy", "layer_norm", "lerp", "residual_layer_norm",
+        "bias_silu", "cross_entropy", "group_norm", "layer_norm", "lerp", "residual_layer_norm",
         "residual_rms_norm", "rms_norm", "split_qkv_heads_rotary",
     )),
 ])

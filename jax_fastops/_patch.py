@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from jax_fastops import _implementation, _patched
-from jax_fastops._arguments import FLOATING, flax_groups, is_epsilon
+from jax_fastops._arguments import FLOATING, is_epsilon
 from jax_fastops._dispatch import Refused, kernel_or
 from jax_fastops.attention import attention
 from jax_fastops.autofuse._losses import losses_by_label
@@ -228,13 +228,13 @@ def _linen_group_norm(original, layer, x, *, mask=None, **rest):
     known = type(layer) in (linen.GroupNorm, linen.InstanceNorm)
     if mask is not None or rest or both or not known or not _takes(x) or x.ndim < 2:
         return own()
-    groups = flax_groups(layer, x.shape)
+    groups = importlib.import_module("jax_fastops.nnx")._groups_of(layer, x.shape)
     whole = groups is not None and x.shape[groups["axis"]] % groups["num_groups"] == 0
     parameters = _linen_parameters(layer, x, groups["axis"]) if groups and whole else None
     if parameters is None or not getattr(layer, "force_float32_reductions", True):
         return own()
     ours = functools.partial(group_norm, x, *parameters, eps=layer.epsilon, **groups)
-    return kernel_or(lambda: ours(), own)()
+    return kernel_or(ours, own)()
 
 
 def _active(layer) -> str | None:

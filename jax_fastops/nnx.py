@@ -28,6 +28,7 @@ Needs Flax: ``pip install 'flax>=0.12'``.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import numbers
@@ -43,6 +44,7 @@ from jax_fastops import (
     attention,
     batch_norm,
     batch_norm_inference,
+    bias_act,
     dropout,
     group_norm,
     kernel_or,
@@ -52,8 +54,6 @@ from jax_fastops import (
     residual_rms_norm,
     rms_norm,
 )
-from jax_fastops._activations import ACTIVATIONS, Activation
-from jax_fastops._arguments import flax_groups
 
 try:
     from flax import nnx as _flax
@@ -544,7 +544,7 @@ def _group_norm(layer, flax_call, x, mask=None, residual=None):
     def flax():
         total = x if summand is None else x + summand
         y = flax_call(total, mask=mask)
-        return y if activation is None else ACTIVATIONS[activation](y)
+        return y if activation is None else bias_act(y, None, activation=activation)
 
     if given is None:
         return flax()
@@ -562,7 +562,7 @@ def _group_operands(layer, x) -> tuple[_Operands, dict[str, int]] | None:
     """The operands and the groups for the op, or ``None`` if Flax's code runs."""
     if np.ndim(x) < 2 or not _is_epsilon(layer.epsilon):
         return None
-    groups = flax_groups(layer, x.shape)
+    groups = _groups_of(layer, x.shape)
     if groups is None or x.shape[groups["axis"]] % groups["num_groups"]:
         return None
     parameters = [_variable(layer.scale), _variable(layer.bias)]
@@ -570,6 +570,24 @@ def _group_operands(layer, x) -> tuple[_Operands, dict[str, int]] | None:
         return None
     operands = _operands(layer, x, [], parameters)
     return None if operands is None else (operands, groups)
+
+
+def _groups_of(layer, shape) -> dict[str, int] | None:
+    """How ``group_norm`` divides an array of this shape as a layer of Flax does.
+
+    The layer is a ``GroupNorm`` or an ``InstanceNorm``. ``None`` if it is not a group norm of each
+    index of the first axis.
+    """
+    rank, instance = len(shape), hasattr(layer, "feature_axes")
+    features = _axes(layer.feature_axes if instance else -1, rank)
+    reduced = None if instance else layer.reduction_axes
+    if layer.axis_name is not None or len(features) != 1 or not 0 < features[0] < rank:
+        return None
+    if reduced is not None and set(_axes(reduced, rank)) != set(range(1, rank)):
+        return None
+    channels = shape[features[0]]
+    groups = channels if instance else layer.num_groups or channels // layer.group_size
+    return dict(num_groups=groups, axis=features[0])
 
 
 class _GroupNorm:
@@ -597,11 +615,12 @@ class _GroupNorm:
 
 
 def _activation_of(layer: str, activation):
-    if activation is not None and activation not in ACTIVATIONS:
-        known = ", ".join(map(repr, ACTIVATIONS))
-        raise ValueError(
-            f"{layer}: activation is {activation!r}; it must be None or one of {known}"
-        )
+    if activation is not None:
+        act = functools.partial(bias_act, bias=None, activation=activation)
+        try:
+            jax.eval_shape(act, jnp.zeros(1))
+        except ValueError as error:
+            raise ValueError(str(error).replace("bias_act", layer, 1)) from None
     return activation
 
 
@@ -635,9 +654,7 @@ class GroupNorm(_GroupNorm, _flax.GroupNorm):
     """
 
     @_signature_of(_flax.GroupNorm.__init__)
-    def __init__(
-        self, num_features: int, *args: Any, activation: Activation | None = None, **kwargs: Any
-    ):
+    def __init__(self, num_features: int, *args: Any, activation: str | None = None, **kwargs: Any):
         super().__init__(num_features, *args, **kwargs)
         self.activation = _activation_of("GroupNorm", activation)
 
@@ -656,7 +673,7 @@ class InstanceNorm(_GroupNorm, _flax.InstanceNorm):
     """
 
     @_signature_of(_flax.InstanceNorm.__init__)
-    def __init__(self, num_features: int, *, activation: Activation | None = None, **kwargs: Any):
+    def __init__(self, num_features: int, *, activation: str | None = None, **kwargs: Any):
         super().__init__(num_features, **kwargs)
         self.activation = _activation_of("InstanceNorm", activation)
 

@@ -306,7 +306,9 @@ def test_nnx_layers():
         assert ("group_norm" in kernels) == taken, (options, kernels)
         with fo.patch():
             assert ("group_norm" in targets_of(lambda flax=flax: flax(x))) == taken
-    with pytest.raises(ValueError, match="activation is 'tan'; it must be None or one of 'gelu'"):
+    with pytest.raises(
+        ValueError, match="GroupNorm: activation is 'tan'; it must be one of 'gelu'"
+    ):
         layers[0][1](8, num_groups=2, activation="tan", rngs=nnx.Rngs(0))
 
 
