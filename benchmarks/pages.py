@@ -36,9 +36,9 @@ LEGEND = (
 GUIDES = {
     "inference-forms": (
         forms_table,
-        "The table has the time of a forward of BERT-base in bfloat16, with a padding mask, for each"
-        ' form of the parameters. "A call" is the wall clock of one of many calls that follow each'
-        ' other, and "waited for" that of a call by itself.',
+        "The table has the time of a forward of BERT-base in bfloat16, with a padding mask, for"
+        ' each form of the parameters. "A call" is the wall clock of one of many calls that follow'
+        ' each other, and "waited for" that of a call by itself.',
     ),
     "decoding": (
         job_table,
