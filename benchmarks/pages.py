@@ -33,7 +33,20 @@ LEGEND = (
     "Times, and in parentheses times over the floor (1.00 is the speed of a copy). The fastest is"
     " bold; `-` was not measured. The residuals are those of the contenders in their order."
 )
-NOT_MEASURED = "No device has been measured yet.\n"
+# Tables of a guide that are there once they are measured, and the text before them.
+GUIDES = {
+    "inference-forms": (
+        forms_table,
+        "The table has the time of a forward of BERT-base in bfloat16, with a padding mask, for"
+        ' each form of the parameters. "A call" is the wall clock of one of many calls that follow'
+        ' each other, and "waited for" that of a call by itself.',
+    ),
+    "decoding": (
+        job_table,
+        "The table has the time of a token of a Llama-type model with 8 layers, 2048 wide"
+        " (`python -m benchmarks decoding`).",
+    ),
+}
 CUT = 4.0  # floors: longer bars are cut
 MOST = 6  # rows of a chart
 
@@ -57,10 +70,10 @@ def write(folder: Path) -> None:
     parts["fusing"] = f"{headline(load(f'fusing-{H100}'))}.\n\n{fused_table(numbers.fused())}"
     parts["others"] = _others()
     parts["one-line"] = one_line_table(numbers.one_line())
-    for name, of_rows in (("inference-forms", forms_table), ("decoding", job_table)):
-        found = (load(file) for file in _measured(name))
-        text = "\n".join(f"{headline(results)}.\n\n{of_rows(results)}" for results in found)
-        parts[name] = text or NOT_MEASURED
+    for name, (of_rows, question) in GUIDES.items():
+        found = [load(file) for file in _measured(name)]
+        tables = "\n".join(f"{headline(results)}.\n\n{of_rows(results)}" for results in found)
+        parts[name] = f"{question}\n\n{tables}" if found else "% No device has been measured.\n"
     # A family's results are on its page, and on the page of all ops.
     for page, prefix, slugs in (("ops", "", (H100, H200)), ("cpu", "cpu-", (CPU,))):
         found = {family: slug for slug in reversed(slugs) for family in families(slug)}
@@ -96,7 +109,7 @@ def _others() -> str:
         f"were measured.\n\n{others_summary(results)}\n{others_table(results)}"
         for results in map(load, _measured("others"))
     )
-    return "\n".join(found) or NOT_MEASURED
+    return "\n".join(found) or "No device has been measured yet.\n"
 
 
 def _measured(name: str) -> list[str]:

@@ -226,7 +226,9 @@ class _Attend(NamedTuple):
         return isinstance(self.start, int) and self.start == 0
 
 
-def forward(params: dict, tokens, config: Config, positions, mask, cache, ops: Ops):
+def forward(
+    params: dict, tokens, config: Config, positions, mask, cache, ops: Ops
+) -> tuple[Any, Any]:
     """``decoder.apply`` with the parameters of :func:`prepared`. ``mask`` may be ``Segments``."""
     start = 0 if cache is None else cache.length
     count = tokens.shape[1]
