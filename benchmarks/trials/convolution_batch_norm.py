@@ -1,19 +1,19 @@
 """Do cuDNN's graphs of convolution and batch norm shorten a step of ResNet-50?
 
-Times cuDNN's graphs with parts of batch norm in a convolution's prologue or epilogue against XLA's
-convolution followed by this package's batch norm, for the convolutions of ResNet-50's stages. From
-the differences and the number of such layers, it predicts the gain of a whole step.
+Times cuDNN's graphs with parts of batch norm in a convolution's prologue or epilogue, and a product
+of our own with the sums in its epilogue, against XLA's convolution followed by this package's batch
+norm, for the convolutions of ResNet-50's stages. From the differences and the number of such
+layers, it predicts the gain of a whole step. Results are checked against float64.
 
-    python -m benchmarks.trials.convolution_batch_norm --library build/convolution_batch_norm.so
+    g++ -std=c++20 -O1 -fPIC -shared -isystem FRONTEND -isystem CUDNN -isystem $CUDA/include
+        benchmarks/trials/convolution_batch_norm.cc -o build/graphs.so
+        $CUDA/lib64/libcudart_static.a -ldl -lrt -lpthread
+    nvcc -std=c++20 -O3 -arch=sm_90 -Xcompiler=-fPIC -shared
+        benchmarks/trials/product_sums.cu -o build/product.so
+    python -m benchmarks.trials.convolution_batch_norm --library build/graphs.so
+        --product build/product.so
 
-convolution_batch_norm.cc is compiled to that library:
-
-    g++ -std=c++20 -O1 -fPIC -shared
-        -isystem FRONTEND -isystem CUDNN -isystem /usr/local/cuda/include
-        benchmarks/trials/convolution_batch_norm.cc -o build/convolution_batch_norm.so
-        /usr/local/cuda/lib64/libcudart_static.a -ldl -lrt -lpthread
-
-with the headers of the wheels nvidia-cudnn-frontend and nvidia-cudnn-cu13.
+FRONTEND and CUDNN are the headers of the wheels nvidia-cudnn-frontend and nvidia-cudnn-cu13.
 """
 
 import argparse
@@ -481,6 +481,7 @@ def time_layer(
 
 def prediction(rows: dict, product: bool) -> dict:
     """Milliseconds that a step would gain, if each layer takes the faster form."""
+    wide = 0  # the index of the convolutions whose data gradient is added to another cotangent
     total = {"forward": 0.0, "backward": 0.0}
     for (stage, index), row in rows.items():
         times = row["times_us"]
@@ -493,6 +494,7 @@ def prediction(rows: dict, product: bool) -> dict:
                 for key, value in times.items()
                 if key.startswith(name) and key.endswith(", batch norm")
                 if "prologue" not in key and (product or "product" not in key)
+                if name == "forward" or ("add" in key.split()) == (index == wide)
             ]
             if base and ours:
                 total[side] += max(base - min(ours), 0.0) * number / 1e3
