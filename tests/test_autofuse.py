@@ -1284,7 +1284,7 @@ def test_the_report_of_a_sum_of_products():
 
 
 def test_equal_layers_are_matched_once(monkeypatch):
-    """Each further layer costs one match for each of its patterns."""
+    """A further layer costs no match, and a second trace costs none at all."""
     from jax_fastops.autofuse import _pattern_rule
 
     count = []
@@ -1307,8 +1307,7 @@ def test_equal_layers_are_matched_once(monkeypatch):
         jax.make_jaxpr(lambda x: fo.autofuse(f)(x))(X)
         return len(count)
 
-    matches(13)
-    assert matches(13) - matches(3) == 10 * 2
+    assert matches(13) and not matches(13) and not matches(3)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
