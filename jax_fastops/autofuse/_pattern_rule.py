@@ -20,7 +20,7 @@ from jax_fastops.autofuse._pattern import (
     Pattern,
     formulas,
 )
-from jax_fastops.autofuse._rule import ROW, Miss, Read, Rewrite, Rule
+from jax_fastops.autofuse._rule import ROW, Miss, Read, Rewrite, Rule, read_of
 from jax_fastops.autofuse._value import (
     FUSIBLE,
     NO_EQUATION,
@@ -88,19 +88,6 @@ def _has_means(value: Value) -> bool:
 # ---- what a pattern reads ------------------------------------------------------------------------
 
 _Operands = dict[str, tuple[Value, Read]]
-
-
-def _reader(view: View, shape: Sequence[int], places: Sequence[int], dtype=None, counts=None):
-    """The value to read for a leaf, and what makes an array of this shape of it.
-
-    ``places`` are the dimensions of the leaf in the array. A broadcast dimension keeps size 1.
-    """
-    own = tuple([i for i in view.map if i is not None])
-    sizes = [1] * len(shape)
-    for place, i in zip(places, view.map, strict=True):
-        sizes[place] = 1 if i is None else view.value.sizes[i]
-    order = () if own == view.value.identity else own
-    return view.value, Read(tuple(sizes), dtype, counts, order)
 
 
 def _is_of_convolution(x: Value) -> bool:
@@ -331,7 +318,7 @@ class PatternRule(Rule):
                 return None
             # The op computes losses of narrow logits in the wider dtype.
             dtype = root.dtype if kind == "full" and not is_loss else None
-            operands[name] = _reader(view, *sizes.get(kind, (shape, places)), dtype)
+            operands[name] = read_of(view, *sizes.get(kind, (shape, places)), dtype)
         return operands, numbers
 
     # ---- what an op takes before its operand
@@ -410,7 +397,7 @@ class PatternRule(Rule):
             return
 
         def read(view: View, counts: bool | None = None) -> tuple[Value, Read]:
-            return _reader(view, root.shape, root.long, None, counts)
+            return read_of(view, root.shape, root.long, None, counts)
 
         def fits(view: View) -> bool:
             return None not in view.map and view.value.dtype == root.dtype
