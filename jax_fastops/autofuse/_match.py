@@ -59,11 +59,10 @@ class State:
     def over(self, other: Callable[[Any], Any]) -> State | None:
         """The same match over other values, or ``None`` if there is none for one of them."""
         inner = tuple([other(v) for v in self.inner])
-        leaves = [other(x.value) for x in self.leaves.values()]
-        if None in (*inner, *leaves):
+        leaves = {i: View(other(x.value), x.map) for i, x in self.leaves.items()}
+        if None in inner or any(x.value is None for x in leaves.values()):
             return None
-        seen = zip(self.leaves.items(), leaves, strict=True)
-        return State({i: View(v, x.map) for (i, x), v in seen}, self.free, inner)
+        return State(leaves, self.free, inner)
 
 
 def _order(place: Map, shown: View) -> Map | None:

@@ -133,7 +133,6 @@ class PatternRule(Rule):
                 continue
             if placed is not None:
                 state = placed.over(values.__getitem__)
-                assert state is not None
             elif (found := self._state(pattern, axis, value)) is not None:
                 state, is_by_key = found
                 known = all(u in places for v in state.inner for u in v.node.inputs)
