@@ -9,8 +9,6 @@ import pytest
 
 import jax_fastops as fo
 from jax_fastops.autofuse import PATTERNS, _pattern
-from jax_fastops.autofuse._match import Matcher
-from jax_fastops.autofuse._pattern_rule import PatternRule
 from jax_fastops.autofuse._value import REDUCTIONS
 
 
@@ -109,34 +107,3 @@ def test_an_l2_norm_is_not_nearly_an_rms_norm(f):
         assert not report.replaced and not report.missed
         nearly = fo.autofuse.report(lambda x: x * jax.lax.rsqrt(l2(x) / 63))(jnp.ones((4, 64)))
     assert [m.pattern for m in nearly.missed] == ["rms_norm"]
-
-
-def test_a_known_match_holds_only_where_operands_are_equal():
-    """What is before a product is not in the key of what matches after it."""
-    x, w = jnp.ones((4, 8)), jnp.ones((2, 8, 8))
-
-    def f(x, w, second):
-        return (x @ w[0]) * jax.nn.sigmoid(x @ w[second])
-
-    PatternRule.known.clear()
-    with fo.use_implementation("native"):
-        for second in (0, 1):
-            program = jax.make_jaxpr(fo.autofuse(lambda x, w, second=second: f(x, w, second)))(x, w)
-            assert str(program).count("= fastops_") == (second == 0)
-
-
-def test_equal_layers_are_matched_once(monkeypatch):
-    def f(x, w):
-        for _ in range(4):
-            x = layer_norm(x @ w)
-        return x
-
-    matched = []
-    call = Matcher.__call__
-    monkeypatch.setattr(Matcher, "__call__", lambda *args: matched.append(args) or call(*args))
-    with fo.use_implementation("native"):
-        for _ in range(2):
-            del matched[:]
-            text = str(jax.make_jaxpr(fo.autofuse(f))(jnp.ones((4, 64)), jnp.ones((64, 64))))
-            assert text.count("= fastops_") == 4
-    assert not matched

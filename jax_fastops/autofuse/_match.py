@@ -11,8 +11,7 @@ import dataclasses
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
@@ -56,14 +55,6 @@ class State:
     def through(self, values: Sequence[Value]) -> State:
         return State(self.leaves, self.free, (*self.inner, *values))
 
-    def over(self, other: Callable[[Any], Any]) -> State | None:
-        """The same match over other values, or ``None`` if there is none for one of them."""
-        inner = tuple([other(v) for v in self.inner])
-        leaves = {i: View(other(x.value), x.map) for i, x in self.leaves.items()}
-        if None in inner or any(x.value is None for x in leaves.values()):
-            return None
-        return State(leaves, self.free, inner)
-
 
 def _order(place: Map, shown: View) -> Map | None:
     """From the dimensions of a formula to those of a value, whose order a program may change."""
@@ -93,7 +84,6 @@ class Matcher:
         self.seen: tuple[Value, ...] = ()
         self.stopped: Value | None = None
         self._budget = _MAX_STEPS
-        self.found_equal = False  # whether it took two values for one that are computed alike
 
     def __call__(self, formula: Formula, root: Value, start: State | None = None) -> State | None:
         """The match of a result, with the leaves of another match or any."""
@@ -185,15 +175,9 @@ class Matcher:
         if known is None:
             bound = View(source.value, mapped)
             return State({**state.leaves, leaf.index: bound}, state.free, state.inner)
-        if known.map != mapped or not self._equal(known.value, source.value):
+        if known.map != mapped or not equal(known.value, source.value):
             return None
         return state if known.value is source.value else state.through(source.passed)
-
-    def _equal(self, a: Value, b: Value) -> bool:
-        if a is b:
-            return True
-        self.found_equal |= (same := equal(a, b))
-        return same
 
     def _sum(self, formula, left: tuple, items, total, ratio, state, expand=False) -> Iterator:
         """Matches the terms that are ``left`` with ``items``, which are factors and views.
@@ -263,7 +247,7 @@ class Matcher:
         source, rest = view.source(), []
         for item in items[1:]:
             other = item[0].source()
-            if other.map == source.map and self._equal(other.value, source.value):  # x * x
+            if other.map == source.map and equal(other.value, source.value):  # x * x
                 exponent += item[1]
                 if other.value is not source.value:
                     state = state.through(other.passed)

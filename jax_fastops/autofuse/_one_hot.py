@@ -20,7 +20,7 @@ from jax_fastops.autofuse._masks import elements_of, name_of
 from jax_fastops.autofuse._match import Matcher, State
 from jax_fastops.autofuse._numpy import ELEMENTWISE
 from jax_fastops.autofuse._pattern import MAX_RANK, PATTERNS, Pattern, formulas
-from jax_fastops.autofuse._rule import Read, Rewrite, Rule, Search
+from jax_fastops.autofuse._rule import Rewrite, Rule, Search, read_of
 from jax_fastops.autofuse._value import USED, Value, View, compose, values_between
 
 NAME = "cross_entropy of one_hot"
@@ -291,13 +291,6 @@ def _log_softmax(view: View, axis: int) -> tuple[View, State] | None:
     return None
 
 
-def read_of(view: View, sizes: Sequence[int]) -> tuple[Value, Read]:
-    """The value to read for an operand, whose sizes are 1 where the view is broadcast."""
-    own = tuple(i for i in view.map if i is not None)
-    sizes = tuple(1 if i is None else n for i, n in zip(view.map, sizes, strict=True))
-    return view.value, Read(sizes, order=() if own == view.value.identity else own)
-
-
 class OneHotLossRule(Rule):
     """``cross_entropy``, of losses by a one-hot array or of their weighted sum."""
 
@@ -362,10 +355,10 @@ class OneHotLossRule(Rule):
             return USED
         first, _ = one_hot[0]
         sizes = [first.sizes[i] for i in (*first.tokens, first.axis)]
-        reads = {"x": read_of(x, sizes), "labels": read_of(label, sizes[:-1])}
+        reads = {"x": read_of(x), "labels": read_of(label)}
         for name, view, sign in first.factors:
-            operand, read = read_of(first.in_order(view, first.tokens), sizes[:-1])
-            reads[f"{name}_{len(reads)}"] = operand, dataclasses.replace(read, counts=sign)
+            operand = read_of(first.in_order(view, first.tokens), counts=sign)
+            reads[f"{name}_{len(reads)}"] = operand
         options: dict[str, Any] = {
             "share": -sum(factor * (s.here - s.elsewhere) for factor, s in sums),
             "smooth": -sum(factor * s.elsewhere for factor, s in sums) * sizes[-1],

@@ -20,7 +20,7 @@ from jax_fastops.autofuse._pattern import (
     Pattern,
     formulas,
 )
-from jax_fastops.autofuse._rule import ROW, Miss, Read, Rewrite, Rule
+from jax_fastops.autofuse._rule import ROW, Miss, Read, Rewrite, Rule, read_of
 from jax_fastops.autofuse._value import (
     FUSIBLE,
     NO_EQUATION,
@@ -90,19 +90,6 @@ def _has_means(value: Value) -> bool:
 _Operands = dict[str, tuple[Value, Read]]
 
 
-def _reader(view: View, shape: Sequence[int], places: Sequence[int], dtype=None, counts=None):
-    """The value to read for a leaf, and what makes an array of this shape of it.
-
-    ``places`` are the dimensions of the leaf in the array. A broadcast dimension keeps size 1.
-    """
-    own = tuple([i for i in view.map if i is not None])
-    sizes = [1] * len(shape)
-    for place, i in zip(places, view.map, strict=True):
-        sizes[place] = 1 if i is None else view.value.sizes[i]
-    order = () if own == view.value.identity else own
-    return view.value, Read(tuple(sizes), dtype, counts, order)
-
-
 def _is_of_convolution(x: Value) -> bool:
     """Whether an array is a convolution, perhaps with a bias, which computes activations, too."""
     arrays = [x, *(one for one, _ in x.with_row())]
@@ -115,9 +102,8 @@ def _is_of_convolution(x: Value) -> bool:
 class PatternRule(Rule):
     """The largest pattern, with what its op takes before the operand."""
 
-    # What matches after which operations, and whether all patterns were tried. A match is over the
-    # places of values.
-    known: ClassVar[dict[tuple, tuple[list[tuple[Pattern, int, State | None]], bool]]] = {}
+    # What matches after which operations, and whether all patterns were tried.
+    known: ClassVar[dict[tuple, tuple[list[tuple[Pattern, int]], bool]]] = {}
     # A formula of each pattern and rank, along some axis, for means over any number of elements.
     tops: ClassVar[dict[tuple, Formula]] = {}
 
@@ -136,24 +122,13 @@ class PatternRule(Rule):
             return None
         if not (value.is_array and value.is_floating and value.is_plain) or 0 in value.shape:
             return None
-        places = values_before(value, _IN_NO_PATTERN)
-        values = list(places)
-        key = _compat.x64_is_on(), *_key(places)
+        before = values_before(source, _IN_NO_PATTERN)
+        key = value.shape, value.dtype, _compat.x64_is_on(), *_key(before)
         self._tried, whole, match = [], [], None
-        for pattern, axis, placed in self._candidates(value, source, values, key):
-            if value in self._with_reductions and not pattern.needs & REDUCTIONS:
-                whole.append((pattern, axis, None))  # here, and maybe elsewhere
-                continue
-            if placed is not None:
-                state = placed.over(values.__getitem__)
-            elif (found := self._state(pattern, axis, value)) is not None:
-                state, is_by_key = found
-                known = all(u in places for v in state.inner for u in v.node.inputs)
-                placed = state.over(places.get) if is_by_key and known else None
-            else:
-                continue
-            whole.append((pattern, axis, placed))
-            match = self._checked(pattern, axis, value, state)
+        for pattern, axis in self._candidates(value, source, before, key):
+            is_whole, match = self._at(pattern, axis, value)
+            if is_whole:
+                whole.append((pattern, axis))
             if match is not None:
                 break
         if len(self.known) > 10_000:
@@ -171,8 +146,8 @@ class PatternRule(Rule):
 
     def _candidates(
         self, value: Value, source: Value, before: Iterable[Value], key: tuple
-    ) -> Iterator[tuple[Pattern, int, State | None]]:
-        """The patterns to try, with the axis, and the match if it is known."""
+    ) -> Iterator[tuple]:
+        """The patterns to try, with the axis."""
         known, all_tried = self.known.get(key, ([], False))
         if not (self.search.thorough and all_tried):
             yield from known
@@ -190,7 +165,7 @@ class PatternRule(Rule):
         found.sort(key=operator.itemgetter(0), reverse=True)
         for _, pattern, axes in found:
             for axis in axes:
-                yield pattern, axis, None
+                yield pattern, axis
 
     def _sizes(self, pattern: Pattern, value: Value) -> tuple | None:
         """The sizes of the operand of a pattern. For a loss, they are those of the logits."""
@@ -248,11 +223,14 @@ class PatternRule(Rule):
         """Notes why a pattern stays. ``part`` is the share of it that the program has."""
         self._tried.append((part, Miss(name, value, reason, seen=frozenset(seen))))
 
-    def _state(self, pattern: Pattern, axis: int, value: Value) -> tuple[State, bool] | None:
-        """The match of a pattern, and whether another value with an equal key has it, too."""
+    def _at(self, pattern: Pattern, axis: int, value: Value) -> tuple[bool, Rewrite | None]:
+        """Whether the whole pattern is at a value, and the rewrite if it is possible."""
+        if value in self._with_reductions and not pattern.needs & REDUCTIONS:
+            return True, None  # here, and maybe elsewhere
         first = self._formulas(pattern, axis, value)[0]
         matcher = Matcher()
-        if (state := matcher(first, value)) is None:
+        state = matcher(first, value)
+        if state is None:
             part = len(set(matcher.seen)) / (1 + first.size)
             # Sums and products that are nearly a lerp are everywhere.
             near = part > 0.7 and first.size > 5 and _has_operations(first, matcher.seen)
@@ -261,8 +239,8 @@ class PatternRule(Rule):
                 at = value if stopped is None or stopped.node is NO_EQUATION else stopped
                 reason = "the formula differs from here on"
                 self._note(pattern.name, at, reason, min(part, 0.99), matcher.seen)
-            return None
-        return state, not matcher.found_equal
+            return False, None
+        return True, self._checked(pattern, axis, value, state)
 
     def _checked(self, pattern: Pattern, axis: int, root: Value, state: State) -> Rewrite | None:
         """The rewrite, if nothing else needs what it replaces and the kernel takes the call."""
@@ -331,7 +309,7 @@ class PatternRule(Rule):
                 return None
             # The op computes losses of narrow logits in the wider dtype.
             dtype = root.dtype if kind == "full" and not is_loss else None
-            operands[name] = _reader(view, *sizes.get(kind, (shape, places)), dtype)
+            operands[name] = read_of(view, *sizes.get(kind, (shape, places)), dtype)
         return operands, numbers
 
     # ---- what an op takes before its operand
@@ -410,7 +388,7 @@ class PatternRule(Rule):
             return
 
         def read(view: View, counts: bool | None = None) -> tuple[Value, Read]:
-            return _reader(view, root.shape, root.long, None, counts)
+            return read_of(view, root.shape, root.long, None, counts)
 
         def fits(view: View) -> bool:
             return None not in view.map and view.value.dtype == root.dtype

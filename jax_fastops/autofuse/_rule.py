@@ -17,7 +17,7 @@ from jax import lax
 
 from jax_fastops import _compat, _explain, _implementation
 from jax_fastops._dispatch import Decision, Refused, kernels_only
-from jax_fastops.autofuse._value import NO_EQUATION, Value
+from jax_fastops.autofuse._value import NO_EQUATION, Value, View
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,24 @@ class Read:
 
 
 ROW = Read((-1,))
+
+
+def read_of(
+    view: View, shape: Sequence[int] = (), places: Sequence[int] | None = None, dtype=None,
+    counts=None,
+) -> tuple[Value, Read]:  # fmt: skip
+    """The value to read for an operand, and what makes an array of this shape of it.
+
+    ``places`` are the dimensions of the view in the array: by default, it has no others. A
+    broadcast dimension keeps size 1.
+    """
+    own = tuple([i for i in view.map if i is not None])
+    places = range(len(view.map)) if places is None else places
+    sizes = [1] * max(len(shape), len(places))
+    for place, i in zip(places, view.map, strict=True):
+        sizes[place] = 1 if i is None else view.value.sizes[i]
+    order = () if own == view.value.identity else own
+    return view.value, Read(tuple(sizes), dtype, counts, order)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,9 +24,9 @@ from jax_fastops import _compat, _patched
 from jax_fastops.autofuse._graph import Graph, opened
 from jax_fastops.autofuse._losses import padding, wide
 from jax_fastops.autofuse._match import Matcher, State
-from jax_fastops.autofuse._one_hot import NAME, OneHot, read_of
+from jax_fastops.autofuse._one_hot import NAME, OneHot
 from jax_fastops.autofuse._pattern import MAX_RANK, Pattern, formulas
-from jax_fastops.autofuse._rule import Rewrite, Rule
+from jax_fastops.autofuse._rule import Rewrite, Rule, read_of
 from jax_fastops.autofuse._value import Node, Value, View
 from jax_fastops.cross_entropy import cross_entropy, cross_entropy_of_one_hot
 
@@ -185,8 +185,8 @@ class RuledLossRule(Rule):
             return self.miss(NAME, value, "the targets of a token do not add up to 1")
         source = x.source()
         reads = {
-            "x": read_of(source, x.sizes),
-            "labels": read_of(View(labels.view.value, labels.view.map[:-1]), x.sizes[:-1]),
+            "x": read_of(source),
+            "labels": read_of(View(labels.view.value, labels.view.map[:-1])),
         }
         options = {
             "smooth": elsewhere * x.shape[-1],

@@ -139,21 +139,16 @@ class Value:
 
     @functools.cached_property
     def computation(self) -> int:
-        """A number for the type of the value, its number and its operation.
+        """A number for the type of the value and its operation, or for its number.
 
-        Equal numbers mean equal ones, and that the values show the same operand, whatever it is.
+        Equal numbers mean equal ones, whatever the operands are.
         """
         node = self.node
-        number = None if self.number is None else self.number.tobytes()  # NaN is not NaN
         if node is NO_EQUATION:
+            number = None if self.number is None else self.number.tobytes()  # NaN is not NaN
             return _number_of((self.shape, self.dtype, number))
         place = node.outputs.index(self)
-        shown = tuple([
-            next((i for i, v in enumerate(node.inputs) if v in view.passed[1:2]), None)
-            for view in (self.source(), self.source(narrowing=True))
-        ])  # fmt: skip
-        operation = node.name, node.plain_meaning, shown
-        return _number_of((self.shape, self.dtype, number, place, operation))
+        return _number_of((self.shape, self.dtype, place, node.name, node.plain_meaning))
 
     def source(self, narrowing: bool = False) -> View:
         """The array of which this is a view.
