@@ -582,10 +582,13 @@ def compare_rows(name, dtype, x, dy, where=None, scale=1.0, ulps=0, axis=1):
     exact = oracle(plain, *values)
     eps = float(jnp.finfo(dtype).eps)
     # Each row has its own bound: one for the whole array would hide errors in rows of small values.
-    # A gradient is a difference of numbers as large as the cotangent, made from rounded results.
+    # A gradient is a difference of numbers as large as the cotangent, made from rounded results, or
+    # as large as the sums of the cotangent on the way to the whole sum.
     with np.errstate(all="ignore"):
-        wide = np.abs(dy.astype(np.float64))
-    of_dy = np.where(np.isfinite(wide), wide, 0).max(1, keepdims=True)
+        wide = dy.astype(np.float64)
+    wide = np.where(np.isfinite(wide), wide, 0)
+    of_dy = np.abs(wide).max(1, keepdims=True) * max(1, math.log(x.shape[1]))
+    of_dy = np.maximum(of_dy, np.abs(wide.cumsum(1)).max(1, keepdims=True))
     for what, mine, theirs, best in zip(("value", "gradient"), got, want, exact, strict=True):
         mine, theirs = (np.asarray(a).astype(np.float64) for a in (mine, theirs))
         finite = np.isfinite(theirs)
@@ -598,7 +601,7 @@ def compare_rows(name, dtype, x, dy, where=None, scale=1.0, ulps=0, axis=1):
             exponent = np.abs(best) if name == "softmax" else np.maximum(1, np.abs(best))
             limit = (4 * eps + 4e-5 * (dtype != np.float64)) * exponent
         else:
-            limit = 4 * eps * of_dy * max(1, math.log(x.shape[1]))
+            limit = 4 * eps * of_dy
             limit = limit + ulps * eps * np.abs(best)
         least = 2 * float(jnp.finfo(dtype).smallest_normal)
         error = np.where(both, np.abs(np.where(both, mine, 0) - best), 0)
