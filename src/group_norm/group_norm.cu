@@ -17,8 +17,6 @@
 #include "group_norm/group_norm.h"
 
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 
 #include "core/cuda/dependent.cuh"
 #include "core/cuda/dispatch.cuh"
@@ -608,9 +606,6 @@ cudaError_t Run(const Call& call, Shape shape, int64_t max_parts, int alignment,
   Limits limits;
   const cudaError_t error = GetLimits(&limits);
   if (error != cudaSuccess) return error;
-  if (const char* tune = std::getenv("FASTOPS_GN_TUNE")) {
-    std::sscanf(tune, "%d,%d,%d", &limits.max_cluster, &limits.most, &limits.row_bytes);
-  }
   const Plan plan = MakePlan(shape, alignment, max_parts, limits);
   const int64_t blocks = shape.samples * plan.sets * plan.parts;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;

@@ -23,6 +23,7 @@ namespace jax_fastops::group_norm {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kMaxCluster = 16;
+inline constexpr int64_t kRowBytes = 128;  // four sectors
 // Elements of a unit: more would take more registers, and fewer blocks would be resident. Then
 // loads would wait for the arithmetic: on one H200, bfloat16, (16, 64, 64, 320), two blocks with
 // units of 8 elements took 73 us for a forward.
@@ -44,7 +45,6 @@ struct Limits {
   int processors = 1;
   int shared_per_block = 48 << 10, shared_per_processor = 64 << 10;
   int max_cluster = 1;
-  int row_bytes = 128, most = 0;
 };
 
 struct Plan {
@@ -146,20 +146,20 @@ inline Plan MakePlan(const Shape& shape, int alignment, int64_t max_parts, const
   plan.unit_step = shape.last ? plan.channels : plan.unit;
   plan.units = shape.last ? shape.positions : shape.positions / plan.unit;
 
-  // A row of the channels of a set should have some sectors.
+  // A row of the channels of a set should have kRowBytes.
   const auto sets_of = [&](int64_t groups) {
     return static_cast<int>(
         std::min<int64_t>(RoundUp(std::max<int64_t>(groups, 1), least), shape.groups));
   };
   int wanted;
   if (shape.last) {
-    wanted = sets_of(CeilDiv(limits.row_bytes, shape.channels * shape.item));
+    wanted = sets_of(CeilDiv(kRowBytes, shape.channels * shape.item));
   } else {
     Divide(1, 1, true, &plan);
     wanted = sets_of(plan.width / shape.channels);
   }
   const auto blocks = [&] { return shape.samples * plan.sets * plan.parts; };
-  for (int resident = limits.most > 0 ? limits.most : shape.most(); resident > 1; --resident) {
+  for (int resident = shape.most(); resident > 1; --resident) {
     for (int groups = wanted;; groups = sets_of(groups / 2)) {
       for (int parts = 1; parts <= limits.max_cluster; parts *= 2) {
         Divide(groups, parts, true, &plan);
