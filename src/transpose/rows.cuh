@@ -3,8 +3,8 @@
 // Each thread moves a few units of 16 bytes that are neighbors of other threads' units in the
 // output. Rows whose length is not a multiple of 16 bytes are still written 16 bytes at a time: an
 // unaligned window of the input is two aligned loads and a shift. If a row ends within the 16
-// bytes, there is a second window. Every thread computes offsets, with 32-bit indices: larger
-// arrays are gathered.
+// bytes, there is a second window. Every thread computes offsets, so the kernels exist for 32-bit
+// and 64-bit indices.
 #ifndef JAX_FASTOPS_TRANSPOSE_ROWS_CUH_
 #define JAX_FASTOPS_TRANSPOSE_ROWS_CUH_
 
@@ -16,7 +16,8 @@
 namespace jax_fastops::cuda::transpose {
 
 // The source of unit or byte n of the output, from dimension `first` on.
-__device__ __forceinline__ int64_t InputOffset(const RowsPlan& p, int first, uint32_t n) {
+template <typename Index>
+__device__ __forceinline__ int64_t InputOffset(const RowsPlan<Index>& p, int first, Index n) {
   int64_t offset = 0;
   for (int d = first; d < p.rank - 1; ++d) {
     offset += static_cast<int64_t>(TakeRemainder(n, p.dims[d].size)) * p.dims[d].in_stride;
@@ -25,18 +26,19 @@ __device__ __forceinline__ int64_t InputOffset(const RowsPlan& p, int first, uin
 }
 
 // Rows of whole units.
+template <typename Index>
 __global__ void __launch_bounds__(kRowsThreads)
-    UnitRowsKernel(const char* x, char* y, const __grid_constant__ RowsPlan p) {
-  const uint32_t begin = blockIdx.x * (kRowsThreads * kUnitsPerThread) + threadIdx.x;
+    UnitRowsKernel(const char* x, char* y, const __grid_constant__ RowsPlan<Index> p) {
+  const Index begin = Index{blockIdx.x} * (kRowsThreads * kUnitsPerThread) + threadIdx.x;
   uint4 units[kUnitsPerThread];
 #pragma unroll
   for (int k = 0; k < kUnitsPerThread; ++k) {
-    const uint32_t n = begin + k * kRowsThreads;
+    const Index n = begin + k * kRowsThreads;
     if (n < p.count) units[k] = Load<uint4>(x + InputOffset(p, 0, n));
   }
 #pragma unroll
   for (int k = 0; k < kUnitsPerThread; ++k) {
-    const uint32_t n = begin + k * kRowsThreads;
+    const Index n = begin + k * kRowsThreads;
     if (n < p.count) Store(y + static_cast<int64_t>(n) * 16, units[k]);
   }
 }
@@ -55,8 +57,9 @@ __device__ __forceinline__ uint4 Merge(uint4 a, uint4 b, int count) {
 }
 
 // Rows of at least 16 bytes, of any length and alignment.
+template <typename Index>
 __global__ void __launch_bounds__(kRowsThreads)
-    ByteRowsKernel(const char* x, char* y, const __grid_constant__ RowsPlan p) {
+    ByteRowsKernel(const char* x, char* y, const __grid_constant__ RowsPlan<Index> p) {
   const int head = ToAlignment(y, 16);
   const int64_t bytes = static_cast<int64_t>(p.count);
   const char* end = x + bytes;
@@ -74,7 +77,7 @@ __global__ void __launch_bounds__(kRowsThreads)
     rest[k] = 16;
     wide[k] = begin[k] >= 0 && begin[k] + 16 <= bytes;
     if (!wide[k]) continue;
-    uint32_t n = static_cast<uint32_t>(begin[k]);
+    Index n = static_cast<Index>(begin[k]);
     const int64_t within = static_cast<int64_t>(TakeRemainder(n, p.dims[0].size));
     const char* from = x + InputOffset(p, 1, n) + within;
     wide[k] = Window::IsReadable(from, x, end);
@@ -82,7 +85,7 @@ __global__ void __launch_bounds__(kRowsThreads)
     if (row - within < 16) {
       rest[k] = static_cast<int>(row - within);
       // At the end of the array there is no next row, but then the chunk has no further bytes.
-      const char* next = x + InputOffset(p, 1, static_cast<uint32_t>(n + 1)) - rest[k];
+      const char* next = x + InputOffset(p, 1, static_cast<Index>(n + 1)) - rest[k];
       wide[k] = wide[k] && Window::IsReadable(next, x, end);
       if (wide[k]) second[k] = Window(next);
     }
@@ -95,7 +98,7 @@ __global__ void __launch_bounds__(kRowsThreads)
       Store(y + begin[k], value);
     } else {
       for (int64_t b = max(begin[k], int64_t{0}); b < min(begin[k] + 16, bytes); ++b) {
-        uint32_t n = static_cast<uint32_t>(b);
+        Index n = static_cast<Index>(b);
         const int64_t within = static_cast<int64_t>(TakeRemainder(n, p.dims[0].size));
         y[b] = x[InputOffset(p, 1, n) + within];
       }
