@@ -325,7 +325,10 @@ def group_norm(
         x,
         residual,
         *parameters,
-        features={"inner_bytes": 0 if last else size_in_bytes(after, x.dtype)},
+        features={
+            "inner_bytes": 0 if last else size_in_bytes(after, x.dtype),
+            "row_bytes": size_in_bytes((*x.shape[1:at], channels // num_groups, *after), x.dtype),
+        },
         limit=_limit(x, at, num_groups),
         native=functools.partial(_in_view, at, num_groups, options),
         otherwise=functools.partial(_otherwise, at, num_groups, options),

@@ -586,7 +586,10 @@ def _groups_of(layer, shape) -> dict[str, int] | None:
     if reduced is not None and set(_axes(reduced, rank)) != set(range(1, rank)):
         return None
     channels = shape[features[0]]
-    groups = channels if instance else layer.num_groups or channels // layer.group_size
+    groups = channels if instance else layer.num_groups
+    if groups is None and channels % layer.group_size:
+        return None  # Flax has an error for it
+    groups = groups or channels // layer.group_size
     return dict(num_groups=groups, axis=features[0])
 
 

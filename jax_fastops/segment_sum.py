@@ -28,6 +28,9 @@ from jax_fastops._views import merge, parts_of, reshape, spec_of, split
 
 MODES = ("fill", "clip")
 
+# Ids are in int32, and a kernel looks a few ids ahead.
+_MAX_SEGMENTS = 2**31 - 65
+
 # Of a block on CUDA, as in src/segment_sum/segment_sum.cu.
 _THREADS = 256
 
@@ -228,11 +231,13 @@ def segment_sum(
         )
     if num_segments is None:
         num_segments = int(np.max(ids)) + 1 if ids.size else 0
+    x = not_weak(x)
+    if jax.export.is_symbolic_dim(num_segments):
+        return jax.ops.segment_sum(x, ids, num_segments, indices_are_sorted=indices_are_sorted)
     segments = integer(name, "num_segments", num_segments)
     if segments < 0:
         raise ValueError(f"{name}: num_segments is {segments}; it must be 0 or more")
-    x = not_weak(x)
-    if str(x.dtype) not in FLOATING:
+    if str(x.dtype) not in FLOATING or segments > _MAX_SEGMENTS:
         return jax.ops.segment_sum(x, ids, segments, indices_are_sorted=indices_are_sorted)
     x, ids = match_varying([x, _as_int32(ids)])
     rest = x.shape[1:]
@@ -261,7 +266,7 @@ def segment_sum(
 def _taken(table, ids, *, fill: bool):
     if fill:
         return _rows(table, ids, np.nan)
-    return _gathered(table, ids, mode="promise_in_bounds")
+    return _gathered(table, ids, mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _table_gradient(residuals, cts, needs_grad, *, fill: bool, rows: int):
@@ -343,13 +348,28 @@ def take(table: ArrayLike, indices: ArrayLike, *, mode: str | None = None) -> ja
     if table.ndim == 0:
         raise ValueError(f"{name}: table of shape () has no rows")
     table = not_weak(table)
-    rows, rest = table.shape[0], table.shape[1:]
+    rows = table.shape[0]
     limit = _limit(table, rows)
     if str(table.dtype) not in FLOATING or limit is not None or 0 in indices.shape:
         return jnp.take(table, indices, axis=0, mode=mode)
-    table, ids = match_varying([table, _as_int32(indices)])
-    fill = mode != "clip"
+    ids, fill = _as_int32(indices), mode != "clip"
     ids = jnp.where(ids < 0, ids + rows, ids) if fill else jnp.clip(ids, 0, rows - 1)
+    return _take(table, ids, fill)
+
+
+def promised_rows(table, indices):
+    """The rows of a gather that promises indices in bounds, with the gradient of :func:`take`.
+
+    XLA moves other indices to the nearest row, but their gradient is in no row.
+    """
+    if str(table.dtype) not in FLOATING or _limit(table, table.shape[0]) or 0 in indices.shape:
+        return table.at[indices].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return _take(table, _as_int32(indices), fill=False)
+
+
+def _take(table, ids, fill: bool):
+    table, ids = match_varying([table, ids])
+    rows, rest = table.shape[0], table.shape[1:]
     x = merge(table, 1, len(rest)) if rest else jax.lax.expand_dims(table, (1,))
     taken = _TAKE(
         x,
@@ -384,6 +404,8 @@ def _limit(x, segments: int) -> str | None:
         return "a size is symbolic"
     if 0 in x.shape or segments == 0:
         return "there are no elements"
-    if max(x.shape[0], segments) >= 2**31 - 64:
+    if max(x.shape[0], segments) > _MAX_SEGMENTS:
         return "there are 2**31 rows or segments"
+    if math.prod(x.shape[1:]) * x.dtype.itemsize >= 2**32:
+        return "a row has 4 GiB"
     return None

@@ -278,6 +278,27 @@ def test_errors_of_take(args, mode, error, message):
 # patch --------------------------------------------------------------------------------------------
 
 
+def test_a_symbolic_number_of_segments_is_that_of_jax():
+    data, ids = jnp.ones((5, 3)), jnp.array([0, 2, 2, 1, 7])
+    nodes = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 3"), jnp.float32)
+    exported = jax.export.export(jax.jit(lambda x: fo.segment_sum(data, ids, x.shape[0])))(nodes)
+    for n in (3, 9):
+        got = exported.call(jnp.ones((n, 3)))
+        assert_bitwise_equal(got, jax.ops.segment_sum(data, ids, n))
+
+
+@pytest.mark.parametrize("columns, segments", [(1, 2**31 + 100), (2**31, 4)])
+def test_what_the_kernel_cannot_count_is_left_to_xla(columns, segments):
+    x = jax.ShapeDtypeStruct((4, columns), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def lowered(x, ids):
+        with x64(segments >= 2**31):
+            return jax.jit(lambda x, i: fo.segment_sum(x, i, segments)).lower(x, ids).as_text()
+
+    assert "jax_fastops" not in lowered(x, ids)
+
+
 def test_patch_replaces_the_function_of_jax():
     x, ids = jnp.ones((30, 4)), np.arange(30) % 7 - 1
 

@@ -12,7 +12,7 @@ from jax.lax import GatherScatterMode
 
 from jax_fastops.autofuse._rule import Read, Rewrite, Rule
 from jax_fastops.autofuse._value import Value
-from jax_fastops.segment_sum import segment_sum, take
+from jax_fastops.segment_sum import promised_rows, segment_sum, take
 
 
 class SegmentRule(Rule):
@@ -40,8 +40,7 @@ class SegmentRule(Rule):
         if mode == GatherScatterMode.ONE_HOT:
             return None
         reads = {"table": table, "ids": (ids, Read(ids.shape[:-1]))}
-        fills = mode == GatherScatterMode.FILL_OR_DROP
-        return self.rewrite("take", _rows, [value], reads, fills=fills)
+        return self.rewrite("take", _rows, [value], reads, mode=mode)
 
     def _scatter(self, value: Value) -> Rewrite | None:
         params, (operand, ids, rows) = value.node.params, value.node.inputs
@@ -68,8 +67,10 @@ class SegmentRule(Rule):
         return self.rewrite("segment_sum", segment_sum, [value], reads, **options)
 
 
-def _rows(table, ids, *, fills):
+def _rows(table, ids, *, mode):
     """``take`` of indices that do not count from the end."""
-    if not fills:
+    if mode == GatherScatterMode.PROMISE_IN_BOUNDS:
+        return promised_rows(table, ids)
+    if mode == GatherScatterMode.CLIP:
         return take(table, ids, mode="clip")
     return take(table, jnp.where(ids < 0, table.shape[0], ids))
