@@ -194,7 +194,7 @@ def _placed(leaf, expected, place):
 
 def _from_host(leaf):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = np.asarray(jax.random.key_data(leaf))
+        data = _from_host(jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     return jnp.asarray(np.asarray(leaf))
 
