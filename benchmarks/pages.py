@@ -18,7 +18,6 @@ from benchmarks.report import headline
 from benchmarks.tables import (
     MOVES,
     by_case,
-    forms_table,
     fused_table,
     job_table,
     markdown,
@@ -35,12 +34,6 @@ LEGEND = (
 )
 # Tables of a guide that are there once they are measured, and the text before them.
 GUIDES = {
-    "inference-forms": (
-        forms_table,
-        "The table has the time of a forward of BERT-base in bfloat16, with a padding mask, for"
-        ' each form of the parameters. "A call" is the wall clock of one of many calls that follow'
-        ' each other, and "waited for" that of a call by itself.',
-    ),
     "decoding": (
         job_table,
         "The table has the time of a token of a Llama-type model with 8 layers, 2048 wide"

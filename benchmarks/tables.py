@@ -140,22 +140,6 @@ def job_table(results: dict) -> str:
     return markdown(header + (["kernels of jax_fastops"] if kernels else []), rows)
 
 
-def forms_table(results: dict) -> str:
-    """A row per form of the parameters of a forward: milliseconds of a call."""
-    header = ["batch x length", "parameters", "arguments", "a call, ms", "waited for, ms"]
-    rows = [
-        [
-            row["shape"].replace("x", " x "),
-            row["form"],
-            str(row["arguments"]),
-            f"{row['ms']:.2f}",
-            f"{row['latency_ms']:.2f}",
-        ]
-        for row in sorted(results["rows"], key=lambda row: _tokens(row["shape"]))
-    ]
-    return markdown(header, rows)
-
-
 def _kernels(row: dict) -> str:
     """The number of calls of kernels, if the row has it or says that there is none."""
     return str(row.get("calls", 0 if runs_kernels(row) is False else "-"))

@@ -1,8 +1,8 @@
 """``freeze``: binds parameters to a function for inference, as few arrays.
 
-The host handles each argument of a compiled program in each call. A network has hundreds of
-parameters, and a short call on a GPU then takes longer on the host than on the device. So leaves
-of the same shape, dtype and sharding are stacked into one array, of which the program reads slices.
+The host handles each argument of a compiled program in each call, and a network has hundreds of
+parameters. So small leaves of the same shape, dtype and sharding are stacked into one array, of
+which the program reads slices.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -21,16 +22,16 @@ from jax_fastops._arguments import integer, not_weak
 def freeze(fn: Callable, params: Any, *, max_bytes: int = 2**16) -> Frozen:
     """Binds parameters to a function, for inference.
 
-    ``freeze(fn, params)(*args)`` equals ``jax.jit(fn)(params, *args)``. The host takes less time:
-    small leaves of the same shape, dtype and sharding are stacked into one array, so that the
-    program has fewer arguments.
+    ``freeze(fn, params)(*args)`` equals ``jax.jit(fn)(params, *args)``. Small leaves of the same
+    shape, dtype and sharding are stacked into one array, so that the program has fewer arguments.
 
     Args:
       fn: a function of ``params`` and arrays.
-      params: a pytree of arrays. They may be sharded.
+      params: a pytree of arrays and numbers. Arrays may be sharded. Python numbers and other
+        leaves of weak type keep it, and are not stacked.
       max_bytes: the largest leaf that is stacked. The program reads slices of the stacks. On a GPU,
         with jax 0.11 or later, kernels of this package and XLA's own read them in place, but
-        matrix products of cuBLAS read copies. Vectors have fewer than 64 KiB, and matrices more.
+        matrix products of cuBLAS read copies. By default, arrays of at most 64 KiB are stacked.
 
     Returns:
       A :class:`Frozen`. It has copies of what is stacked. If nothing else refers to ``params``,
@@ -49,7 +50,7 @@ def freeze(fn: Callable, params: Any, *, max_bytes: int = 2**16) -> Frozen:
     if not callable(fn):
         raise TypeError(f"freeze: fn is of type {type(fn).__name__}; it must be a function")
     leaves, structure = jax.tree.flatten(params)
-    leaves = [not_weak(jnp.asarray(leaf)) for leaf in leaves]
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
     layout = _Layout(fn, structure, leaves, integer("freeze", "max_bytes", max_bytes))
     return Frozen(layout, layout.stack(leaves))
 
@@ -68,7 +69,8 @@ class Frozen:
         ``apply.lower(frozen.arrays, ...)``.
 
     Example:
-      >>> frozen = fo.freeze(lambda params, x: x + params["a"] * params["b"], {"a": 2.0, "b": 3.0})
+      >>> params = {"a": jnp.float32(2), "b": jnp.float32(3)}
+      >>> frozen = fo.freeze(lambda params, x: x + params["a"] * params["b"], params)
       >>> [array.shape for array in frozen.arrays]
       [(2,)]
       >>> jax.jit(lambda frozen, x: frozen(x))(frozen, 1.0).item()
@@ -83,7 +85,7 @@ class Frozen:
     def apply(self) -> Any:
         return self._layout.apply
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """``fn(params, *args, **kwargs)``."""
         return self._layout.apply(self.arrays, *args, **kwargs)
 
@@ -96,7 +98,10 @@ class Frozen:
         """The same function with other parameters: nothing is compiled again.
 
         Args:
-          params: a tree of the same structure, shapes and dtypes. It gets the same sharding.
+          params: a tree of the same structure, shapes and dtypes. Its arrays are placed like
+            those of ``freeze``, and have weak type where those have it. If a leaf of ``freeze`` was
+            not committed to a device, an array that is committed is copied through the host. In a
+            traced function, arrays keep their sharding.
 
         Raises:
           ValueError: the structure or a shape is another one.
@@ -107,7 +112,7 @@ class Frozen:
             raise ValueError(
                 f"freeze: params has the structure {structure}; it must be {self._layout.structure}"
             )
-        leaves = [not_weak(jnp.asarray(leaf)) for leaf in leaves]
+        leaves = [jnp.asarray(leaf) for leaf in leaves]
         for leaf, expected in zip(leaves, self._layout.types, strict=True):
             if leaf.shape != expected.shape:
                 raise ValueError(
@@ -140,7 +145,7 @@ class _Layout:
         groups: dict[Any, list[int]] = {}
         for index, leaf in enumerate(leaves):
             stacked = _is_stackable(leaf) and leaf.size * leaf.dtype.itemsize <= max_bytes
-            key = (leaf.shape, leaf.dtype, _sharding(leaf)) if stacked else index
+            key = (jax.typeof(leaf), _place(leaf)) if stacked else index
             groups.setdefault(key, []).append(index)
         self.groups = list(groups.values())
         # Where each leaf is: an array, and an index into it unless the array is the leaf.
@@ -151,11 +156,12 @@ class _Layout:
         }
         self.places = [places[index] for index in range(len(leaves))]
         self.structure = structure
-        self.types = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-        self.shardings = [_sharding(leaf) for leaf in leaves]
+        self.types = [jax.typeof(leaf) for leaf in leaves]
+        self.device_places = [_place(leaf) for leaf in leaves]
 
-        def frozen(arrays, *args, **kwargs):
-            return fn(self.tree(arrays), *args, **kwargs)
+        # JAX fails if a keyword has the name of a parameter, also of one that is only positional.
+        def frozen(arrays_, /, *args_, **kwargs_):
+            return fn(self.tree(arrays_), *args_, **kwargs_)
 
         self.apply = jax.jit(frozen)
 
@@ -169,18 +175,44 @@ class _Layout:
         return self.structure.unflatten([leaf(*place) for place in self.places])
 
     def stack(self, leaves: list) -> tuple:
-        """The arrays, with the shardings of the leaves that the layout was made for."""
-        placed = [
-            leaf if sharding is None or isinstance(leaf, Tracer) else jax.device_put(leaf, sharding)
-            for leaf, sharding in zip(leaves, self.shardings, strict=True)
-        ]
+        """The arrays, with the places and weak types of the leaves of the layout."""
+        placed = list(map(_placed, leaves, self.types, self.device_places))
         return tuple(_stack([placed[index] for index in group]) for group in self.groups)
+
+
+def _placed(leaf, expected, place):
+    """The leaf at a place, and of weak type if that is expected."""
+    if place is None or isinstance(leaf, Tracer) or _place(leaf) == place:
+        return _typed(leaf, expected)
+    sharding, committed = place
+    if committed:
+        return jax.device_put(_typed(leaf, expected), sharding)
+    # Only arrays from the host are not committed to a device.
+    with jax.default_device(min(sharding.device_set, key=lambda device: device.id)):
+        return _typed(_from_host(leaf), expected)
+
+
+def _from_host(leaf):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _from_host(jax.random.key_data(leaf))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return jnp.asarray(np.asarray(leaf))
+
+
+def _typed(leaf, expected):
+    if jax.typeof(leaf).weak_type == expected.weak_type:
+        return leaf
+    if not expected.weak_type:
+        return not_weak(leaf)
+    weak = jnp.full(leaf.shape, np.zeros((), leaf.dtype).item())  # like a Python number
+    return weak.at[...].set(leaf)
 
 
 def _stack(leaves: list):
     if len(leaves) == 1:
         return leaves[0]
-    sharding = _sharding(leaves[0])
+    place = _place(leaves[0])
+    sharding = None if place is None else place[0]
     if isinstance(sharding, NamedSharding):
         spec = PartitionSpec(None, *sharding.spec)
         sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
@@ -193,12 +225,14 @@ def _stacked(leaves: list):
     return jnp.stack(leaves)
 
 
-def _sharding(leaf):
-    """The sharding of an array, ``None`` if it is traced or may be moved to another device."""
-    is_placed = not isinstance(leaf, Tracer) and leaf.committed
-    return leaf.sharding if is_placed else None
+def _place(leaf):
+    """The sharding of an array and whether it is committed to it, or ``None`` if it is traced."""
+    return None if isinstance(leaf, Tracer) else (leaf.sharding, leaf.committed)
 
 
 def _is_stackable(leaf) -> bool:
-    """Whether a stack can be sharded like the leaf."""
-    return isinstance(_sharding(leaf), (NamedSharding, SingleDeviceSharding, type(None)))
+    """Whether a stack can have the type and the sharding of the leaf."""
+    if jax.typeof(leaf).weak_type:
+        return False
+    place = _place(leaf)
+    return place is None or isinstance(place[0], (NamedSharding, SingleDeviceSharding))

@@ -84,6 +84,72 @@ def test_other_parameters_compile_nothing():
     assert jax.tree.structure(freeze(network, new())) != jax.tree.structure(frozen)
 
 
+@pytest.mark.parametrize("committed", [False, True])
+def test_other_places_compile_nothing(committed):
+    def run(params, x):
+        return network(params, x) + jax.random.normal(params["key"], (SIZE,))
+
+    def place(params, device):
+        return jax.tree.map(lambda a: jax.device_put(a, device), params)
+
+    first, second = (new(seed) | {"key": jax.random.key(seed)} for seed in (0, 1))
+    devices = jax.devices()[:2]
+    frozen = fo.freeze(run, place(first, devices[0]) if committed else first)
+    apart = {name: place(second[name], devices[-1]) for name in ("scale", "key")}
+    apart["layers"] = [
+        place(layer, devices[i % len(devices)]) for i, layer in enumerate(second["layers"])
+    ]
+    outer = jax.jit(lambda frozen, x: frozen(x))
+    expected = jax.jit(run)(second, X)
+    frozen(X), outer(frozen, X)
+    for params in (second, place(second, devices[0]), place(second, devices[-1]), apart):
+        other = frozen.replace(params)
+        for a, b in zip(other.arrays, frozen.arrays, strict=True):
+            assert (a.committed, a.sharding) == (b.committed, b.sharding)
+            assert a.committed == committed
+        np.testing.assert_allclose(other(X), expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(outer(other, X), expected, rtol=1e-4, atol=1e-5)
+    assert frozen.apply._cache_size() == outer._cache_size() == 1
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_arguments_decide_where_uncommitted_parameters_are():
+    frozen = freeze(network, new())
+    mesh = make_mesh({"data": 2}, AxisType.Auto)
+    for place in (jax.devices()[1], NamedSharding(mesh, P("data"))):
+        result = frozen(jax.device_put(X, place))
+        assert result.devices() == jax.jit(network)(new(), jax.device_put(X, place)).devices()
+        np.testing.assert_allclose(result, network(new(), X), rtol=1e-4, atol=1e-5)
+
+
+def test_weak_types():
+    def scaled(params, x):
+        return params["s"] * x + params["t"] + params["n"]
+
+    params = {"s": 2.0, "t": 3.0, "n": 1}
+    frozen, x = fo.freeze(scaled, params), jnp.ones(2, jnp.bfloat16)
+    assert len(frozen.arrays) == 3
+    assert jax.typeof(frozen(x)) == jax.typeof(jax.jit(scaled)(params, x))
+    assert frozen(x).dtype == jnp.bfloat16
+    outer = jax.jit(lambda frozen, x: frozen(x))
+    outer(frozen, x)
+    strong = jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype), params, frozen.params)
+    for other in ({"s": 4.0, "t": 3.0, "n": 1}, strong, jax.device_put(strong, jax.devices()[0])):
+        other = frozen.replace(other)
+        assert all(jax.typeof(a).weak_type for a in other.arrays)
+        assert other(x).dtype == outer(other, x).dtype == jnp.bfloat16
+    assert frozen.apply._cache_size() == outer._cache_size() == 1
+    assert not jax.typeof(fo.freeze(lambda p: p, jnp.float32(1)).replace(2.0)()).weak_type
+
+
+def test_keywords_of_any_name():
+    def run(params, arrays, args, kwargs, self):
+        return params * arrays + args + kwargs + self
+
+    frozen = fo.freeze(run, jnp.ones(2))
+    assert frozen(arrays=2.0, args=1.0, kwargs=1.0, self=1.0).tolist() == [5.0, 5.0]
+
+
 def test_closed_over_arrays_are_constants():
     frozen = fo.freeze(network, new())
     closed = jax.make_jaxpr(lambda x: frozen(x))(X)
@@ -159,11 +225,28 @@ def test_sharded_parameters(kind):
         )
 
 
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_traced_parameters_of_explicit_sharding():
+    mesh = make_mesh({"t": 2}, AxisType.Explicit)
+    specs = {"a": P("t", None), "b": P(None, "t"), "c": P("t", None)}
+
+    def run(params, x):
+        return sum(jax.sharding.reshard(leaf * x, P(None, None)) for leaf in params.values())
+
+    with jax.set_mesh(mesh):
+        params = {
+            name: jax.device_put(jnp.full((4, 4), float(i), "float32"), NamedSharding(mesh, spec))
+            for i, (name, spec) in enumerate(specs.items())
+        }
+        made = jax.jit(lambda params: fo.freeze(run, params))(params)
+        assert len(made.arrays) == 2
+        np.testing.assert_array_equal(made(2.0), run(params, 2.0))
+
+
 def test_arrays_of_any_kind():
     params = {"seed": jax.random.key(0), "other": jax.random.key(1), "w": np.ones(2), "n": 1}
     frozen = fo.freeze(lambda p, x: jax.random.normal(p["other"]) + p["w"] * x + p["n"], params)
     assert frozen(1.0).tolist() == (jax.random.normal(jax.random.key(1)) + np.full(2, 2.0)).tolist()
-    assert jax.typeof(fo.freeze(lambda p: p, 1.0)()).weak_type is False
     assert fo.freeze(lambda params, x: x, {})(1.0) == 1
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -167,6 +168,13 @@ def test_sharded_batches():
     tokens, mask = (jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (TOKENS, MASK))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"the mask is sharded as .*shard_map"):
         run(BASE, 20, tokens=tokens, mask=mask)
+
+
+def test_symbolic_batch():
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 8"), jnp.int32)
+    program = jax.jit(functools.partial(run, BASE, 20, None))
+    with pytest.raises(ValueError, match=r"token_capacity is 20, but tokens has the symbolic"):
+        jax.export.export(program)(shape, shape)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 from jax.typing import ArrayLike
 
 import jax_fastops as fo
@@ -295,9 +296,10 @@ def apply(
       max_segments: the number of segments in a row that the pooler reads, static: those with the
         ids from 1 to ``max_segments``.
       token_capacity: a number of tokens, static, for a batch with a ``mask`` and without segments.
-        If the batch has no more tokens than these, padding is removed before the layers, which then
-        compute so many tokens; otherwise they compute the whole batch. The hidden states of padding
-        are zero, and dropout draws other elements. It is for tokens on one device.
+        If the batch has at most this many tokens, the layers compute a list of ``token_capacity``
+        tokens without padding. Otherwise they compute the whole batch; under ``jax.vmap``, both are
+        computed. The hidden states of padding are zero, and dropout draws other elements. It is for
+        tokens on one device. A symbolic batch or sequence is not supported.
       key: a JAX random key, for dropout at the rates of ``config``. ``None`` means no dropout, as
         at inference. With a key, ``attention_dropout`` must be 0 unless ``attention="softmax"``.
       ops: the implementation of the ops: ``FASTOPS``, ``PLAIN``, or another :class:`Ops`.
@@ -559,6 +561,11 @@ def _check_capacity(capacity, mask) -> int | None:
     if mask is None or isinstance(mask, Segments):
         raise ValueError(
             f"bert: token_capacity is {capacity}, for a batch with a mask and without segment_ids"
+        )
+    if any(map(is_symbolic_dim, mask.shape)):
+        raise ValueError(
+            f"bert: token_capacity is {capacity}, but tokens has the symbolic shape {mask.shape}; "
+            "its sizes must be known when the function is traced"
         )
     if is_sharded(mask, 0) or is_sharded(mask, 1):
         raise ValueError(
