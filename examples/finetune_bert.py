@@ -35,7 +35,7 @@ FIXED = ("batch", "length", "rate", "steps", "seed")  # what the losses depend o
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    console = Console()
+    console = Console(markup=False, emoji=False)  # paths are printed as they are
     job = FineTuning(options)
     console.print(
         f"{len(job.train)} texts of {len(options.classes)} classes, {len(job.test)} for the test; "
@@ -43,7 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         highlight=False,
     )
     state, losses = loop.train(job, console)
-    loop.plot(losses, "loss", options.plot)
     if options.out is not None:
         bert_checkpoint.save(
             options.out,
@@ -53,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             like=options.folder,
         )
         console.print(f"The model is in {options.out}.", highlight=False, soft_wrap=True)
+    loop.plot(losses, "loss", options.plot)
     return 0
 
 
@@ -92,7 +92,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             options.error(f"{options.folder} has no {name}; it must be a folder with a BERT")
     options.made_with = {name: getattr(options, name) for name in FIXED}
     digest = hashlib.sha256(repr(options.train).encode()).hexdigest()
-    options.made_with |= {"text": digest, "folder": str(options.folder.resolve())}
+    options.made_with |= {"train": digest, "folder": str(options.folder.resolve())}
     return options
 
 

@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on a CPU)")
     options = parser.parse_args(argv)
+    if not options.temperature >= 0:
+        loop.fail(parser, f"--temperature is {options.temperature}; it must be 0 or more")
     if options.top_k and not options.temperature:
         loop.fail(parser, "--top-k needs --temperature")
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
@@ -62,8 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     new, lengths = jax.tree.map(np.asarray, compiled(params, tokens, **dynamic))
     seconds = time.perf_counter() - start
-    for prompt, ids, length in zip(options.prompts, new, lengths, strict=True):
-        print(prompt + tokenizer.decode(ids[:length].tolist()))
+    for prompt, e, ids, length in zip(options.prompts, encoded, new, lengths, strict=True):
+        # Decoded together, because a decoder may remove the space before the first token.
+        given = [token for token, kept in zip(e.ids, e.attention_mask, strict=True) if kept]
+        text = tokenizer.decode(given + ids[:length].tolist())
+        print(prompt + text[len(tokenizer.decode(given)) :])
     count = int(lengths.sum())
     print(f"{count} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s", file=sys.stderr)
     return 0

@@ -7,13 +7,14 @@ loss, the rate and the time left.
 
 **Checkpoints.** With ``--checkpoint DIR``, the state is written every ``--every`` steps, while the
 training continues. A checkpoint appears when it is complete, and has a checksum of the state. The
-same command resumes from the last checkpoint; ``--steps`` may then be higher. Losses are in
-``DIR/losses.csv``, one line per step. Lines that a killed run wrote after its last checkpoint are
-cut off.
+same command resumes from the last checkpoint; where the schedule does not depend on it, ``--steps``
+may then be higher. Losses are in ``DIR/losses.csv``, one line per step. Lines that a killed run
+wrote after its last checkpoint are cut off.
 
-**The end.** Ctrl-C (or SIGTERM, as a cluster sends it) ends the training after the step that runs,
-writes a checkpoint, and prints the command that goes on. A second Ctrl-C ends it at once. A full
-disk or a damaged checkpoint ends it with one line.
+**The end.** Ctrl-C (or SIGTERM, as a cluster sends it) ends the training of one process after the
+step that runs, writes a checkpoint, and prints the command that goes on. A second Ctrl-C ends it at
+once. Several processes are killed, and go on from the last checkpoint. A full disk or a damaged
+checkpoint ends the training with one line.
 """
 
 import argparse
@@ -45,6 +46,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 SECONDS = 10.0  # between two lines
+DIGESTS = ("text", "train")  # the options of whose files ``made_with`` has a digest
 
 
 class Job(Protocol):
@@ -82,7 +84,7 @@ def add_options(add, steps: int, every: int = 50) -> None:
     """Adds the options of the loop, by ``parser.add_argument``."""
     add("--steps", type=positive, default=steps, metavar="N", help=f"in all (default: {steps})")
     add("--checkpoint", type=Path, metavar="DIR", help="(default: none are written)")
-    about = f"steps a checkpoint and an evaluation (default: {every})"
+    about = f"steps between checkpoints, and between evaluations (default: {every})"
     add("--every", type=positive, default=every, metavar="N", help=about)
     add("--seed", type=int, default=0, metavar="N", help="(default: 0)")
     add("--plot", type=Path, metavar="FILE", help="(default: DIR/loss.png, or loss.png)")
@@ -157,10 +159,9 @@ class Checkpoints:
     def __init__(self, options: argparse.Namespace):
         self.options = options
         self.saved = 0  # the step of the last checkpoint
-        self.manager = ocp.CheckpointManager(
-            options.checkpoint,
-            options=ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True),
-        )
+        kept = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
+        with self.writing():  # it makes the folder
+            self.manager = ocp.CheckpointManager(options.checkpoint, options=kept)
         self.log_path = options.checkpoint / "losses.csv"
         self.log = None
 
@@ -168,10 +169,12 @@ class Checkpoints:
         return self
 
     def __exit__(self, *exception) -> None:
-        if self.log is not None:
-            self.log.close()
         with self.writing():
-            self.manager.close()  # waits for the last checkpoint
+            try:
+                if self.log is not None:
+                    self.log.close()  # which writes again what could not be written
+            finally:
+                self.manager.close()  # waits for the last checkpoint
 
     def restore(self, abstract: Any) -> tuple[Any, list[float]]:
         """The last state and its losses. For a new folder, None and an empty list."""
@@ -205,9 +208,9 @@ class Checkpoints:
             if value == given:
                 continue
             where = f"the checkpoints in {self.options.checkpoint}"
-            if name == "text":
-                self.options.error(f"--text: {where} are of another text")
-            option = "--" + name.replace("_", "-")
+            option = "FOLDER" if name == "folder" else "--" + name.replace("_", "-")
+            if name in DIGESTS:
+                self.options.error(f"{option}: {where} were made with other files or texts")
             self.options.error(f"{option} is {value}; {where} were made with {given}")
 
     def read_log(self, steps: int) -> list[float]:
@@ -221,8 +224,9 @@ class Checkpoints:
                 self.options.error(f"--checkpoint: {self.log_path} has no line for step {step}")
             losses.append(float(loss))
         if jax.process_index() == 0:
-            self.log = self.log_path.open("a")
-            self.log.truncate(sum(map(len, lines)))
+            with self.writing():
+                self.log = self.log_path.open("a")
+                self.log.truncate(sum(map(len, lines)))
         return losses
 
     def add(self, step: int, loss: float) -> None:
@@ -369,8 +373,8 @@ def train(job: Job, console: Console) -> tuple[Any, list[float]]:
             state, losses = run(job, checkpoints, console, asked)
     except CannotWrite as error:
         print(
-            f"The checkpoint cannot be written to {folder}: {error}. Make room, and go on from the "
-            f"last one with: {again}",
+            f"The checkpoint cannot be written to {folder}: {error}. When that is mended, go on "
+            f"with: {again}",
             file=sys.stderr,
         )
         end_at_once()
@@ -425,7 +429,10 @@ def run(job: Job, checkpoints: Checkpoints | None, console: Console, asked: list
 
 
 def plot(losses: list[float], name: str, path: Path) -> None:
-    """Plots the loss of every step, including those before a kill, and its running mean."""
+    """Plots the loss of every step, including those before a kill, and its running mean.
+
+    Ends the program with one line if the file cannot be written.
+    """
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     steps = np.arange(1, len(losses) + 1)
     span = max(1, len(losses) // 50)
@@ -437,6 +444,10 @@ def plot(losses: list[float], name: str, path: Path) -> None:
     axes.set_ylabel(f"{name}, in nats")
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:  # ValueError: an unknown suffix
+        raise SystemExit(f"The plot cannot be written to {path}: {error}") from None
+    finally:
+        plt.close(figure)

@@ -36,7 +36,7 @@ SUFFIXES = (".jpeg", ".jpg", ".png")
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    console = Console()
+    console = Console(markup=False, emoji=False)  # paths are printed as they are
     job = Images(options)
     console.print(
         f"{len(options.train)} images of {len(options.classes)} classes, {len(options.test)} for "

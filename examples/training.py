@@ -96,7 +96,8 @@ class Example:
 def main(example: Example, argv: Sequence[str] | None = None) -> int:
     options = parse(example, argv)
     check_equal(options)
-    console = Console(quiet=jax.process_index() > 0)
+    quiet = jax.process_index() > 0
+    console = Console(quiet=quiet, markup=False, emoji=False)  # paths are printed as they are
     mesh = data_mesh()
     texts = options.texts
     console.print(

@@ -4,20 +4,28 @@ images. And what the loop does when it is stopped, or cannot write."""
 import dataclasses
 import errno
 import importlib
+import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_fastops.models import bert, bert_checkpoint, decoder, decoder_checkpoint
 
-for needed in ("grain", "matplotlib", "optax", "orbax.checkpoint", "PIL", "rich", "tokenizers"):
+for needed in ("matplotlib", "optax", "orbax.checkpoint", "rich"):
     pytest.importorskip(needed)
+# Not imported, which takes seconds, also in a test process that runs no test of this file.
+for needed in ("grain", "PIL", "tokenizers"):
+    if importlib.util.find_spec(needed) is None:
+        pytest.skip(f"needs {needed}", allow_module_level=True)
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 WORDS = "the film was a very good bad long short one and i did not like it".split()
@@ -71,11 +79,12 @@ def test_fine_tuning(example, bert_folder, texts, tmp_path, capsys):
     main = example("finetune_bert").main
     given = [str(bert_folder), f"--train={texts}", "--rate=1e-2", "--batch=16", "--length=8"]
     given += ["--every=20", "--steps=40"]
-    checkpoint, out = tmp_path / "run", tmp_path / "out"
+    checkpoint, out = tmp_path / "run", tmp_path / "[a]out"
     assert main([*given, f"--checkpoint={checkpoint}", f"--out={out}"]) == 0
     output = capsys.readouterr().out
     assert "step 40: accuracy 1.0000" in output and "texts/s" in output
     assert "step 40/40, loss 0." in output and "00:00:00 left" in output
+    assert f"The model is in {out}." in output  # brackets in it are no markup
 
     _, params = bert_checkpoint.load(out, dtype="float32")
     assert params["classifier"]["bias"].shape == (2,) and "mlm" not in params
@@ -87,6 +96,21 @@ def test_fine_tuning(example, bert_folder, texts, tmp_path, capsys):
     assert main([*given, f"--checkpoint={checkpoint}"]) == 0
     assert "Going on from step 20." in capsys.readouterr().out
     assert (checkpoint / "losses.csv").read_text() == losses
+
+    # Other options than those of the checkpoint.
+    other, moved = tmp_path / "other.tsv", tmp_path / "moved"
+    other.write_text(texts.read_text().replace("good", "fine"))
+    shutil.copytree(bert_folder, moved)
+    for option, message in (
+        ("--steps=60", "--steps is 60; the checkpoints in"),
+        (f"--train={other}", "--train: the checkpoints in"),
+        (str(moved), f"FOLDER is {moved}; the checkpoints in"),
+    ):
+        changed = [option, *given[1:]] if option == str(moved) else [*given, option]
+        with pytest.raises(SystemExit):
+            main([*changed, f"--checkpoint={checkpoint}"])
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
 
     # Damage that the files' format does not notice.
     loop = example("loop")
@@ -136,6 +160,32 @@ def test_generation(example, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([str(tmp_path), "text"])
     assert capsys.readouterr().err.count("\n") == 2  # the rate of the last run, and the error
+    with pytest.raises(SystemExit):
+        main([str(folder), "text", "--temperature=-1"])
+    assert "--temperature is -1.0; it must be 0 or more" in capsys.readouterr().err
+
+
+def test_generation_keeps_the_space(example, tmp_path, capsys, monkeypatch):
+    """Also with a tokenizer like SentencePiece's, whose decoder removes that of the first token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    names = ["<pad>", "<unk>", "!", *(f"\N{LOWER ONE EIGHTH BLOCK}{word}" for word in WORDS)]
+    numbers = {name: number for number, name in enumerate(names)}
+    tokenizer = Tokenizer(models.WordLevel(numbers, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    config = dataclasses.replace(decoder.SMALL, **SMALLER, dtype="float32")
+    decoder_checkpoint.save(tmp_path, config, decoder.init(jax.random.key(0), config))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    module = example("generate")
+
+    def generate(params, tokens, config, *, length, mask, end, top_k=None):
+        new = [[*tokenizer.encode("very good").ids, 0], [numbers["!"], 0, 0]]
+        return jnp.array(new), jnp.array([2, 1])
+
+    monkeypatch.setattr(module.decoder, "generate", generate)
+    assert module.main([str(tmp_path), "the film was", "one"]) == 0
+    assert capsys.readouterr().out == "the film was very good\none!\n"
 
 
 @pytest.fixture
@@ -204,9 +254,54 @@ def test_a_full_disk_is_one_line(
     assert ("MB are free" if wrong is None else "No space") in error
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_log_that_fills_the_disk_is_one_line(
+    example, bert_folder, texts, tmp_path, capsys, monkeypatch
+):
+    """It fails in writing, and once more in closing."""
+    loop = example("loop")
+    module = example("finetune_bert")
+    closed = []
+
+    class Ended(Exception):
+        pass
+
+    def end():
+        raise Ended
+
+    def read_log(checkpoints, steps):
+        checkpoints.log = open("/dev/full", "a")
+        return []
+
+    close = loop.ocp.CheckpointManager.close
+    monkeypatch.setattr(
+        loop.ocp.CheckpointManager, "close", lambda self: (close(self), closed.append(1))
+    )
+    monkeypatch.setattr(loop, "end_at_once", end)
+    monkeypatch.setattr(loop.Checkpoints, "read_log", read_log)
+    given = [str(bert_folder), f"--train={texts}", "--batch=16", "--length=8", "--steps=4"]
+    with pytest.raises(Ended):
+        module.main([*given, f"--checkpoint={tmp_path / 'run'}"])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "cannot be written" in error and "No space" in error
+    assert closed
+
+    # A folder that cannot be made.
+    with pytest.raises(Ended):
+        module.main([*given, f"--checkpoint={texts / 'run'}"])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "cannot be written" in error
+
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    for path in tmp_path / "full.png", texts / "loss.png", tmp_path / "loss.unknown":
+        with pytest.raises(SystemExit, match=f"The plot cannot be written to {path}: ") as ended:
+            loop.plot([1.0, 0.5], "loss", path)
+        assert "\n" not in str(ended.value)
+
+
 def test_ctrl_c_keeps_the_training(bert_folder, texts, tmp_path):
     """It writes a checkpoint and says how to go on; that command goes on."""
-    checkpoint = tmp_path / "run"
+    checkpoint = tmp_path / "[a]run"  # brackets are no markup
     command = [sys.executable, str(EXAMPLES / "finetune_bert.py"), str(bert_folder)]
     command += [f"--train={texts}", "--batch=16", "--length=8", f"--checkpoint={checkpoint}"]
     command += ["--every=1000000", "--steps=2000000"]
@@ -219,11 +314,17 @@ def test_ctrl_c_keeps_the_training(bert_folder, texts, tmp_path):
         text=True,
     )
     lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("step 1/"):
-            process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=120) == 130, lines
+    timer = threading.Timer(300, process.kill)
+    timer.start()
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("step 1/"):
+                process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=120) == 130, lines
+    finally:
+        timer.cancel()
+        process.kill()
     assert lines[-1].startswith("Stopped after step "), lines
     assert f"--checkpoint={checkpoint}" in lines[-1] and "Traceback" not in "".join(lines)
     step = int(lines[-1].split()[3].rstrip("."))
