@@ -145,13 +145,14 @@ def _rows(y, ids, fill: float = 0):
 
 
 def _gathered(table, ids, **options):
+    """Rows at indices that do not count from the end."""
     spec = spec_of(ids)
     if spec is None and spec_of(table) is not None:
         spec = (None,) * ids.ndim
     if spec is not None:
         columns = spec_of(table) or (None, None)
         options["out_sharding"] = PartitionSpec(*spec, columns[-1])
-    return table.at[ids].get(**options)
+    return table.at[ids].get(wrap_negative_indices=False, **options)
 
 
 def _pullback(residuals, cts, **_):
@@ -266,7 +267,7 @@ def segment_sum(
 def _taken(table, ids, *, fill: bool):
     if fill:
         return _rows(table, ids, np.nan)
-    return _gathered(table, ids, mode="promise_in_bounds", wrap_negative_indices=False)
+    return _gathered(table, ids, mode="promise_in_bounds")
 
 
 def _table_gradient(residuals, cts, needs_grad, *, fill: bool, rows: int):

@@ -223,6 +223,7 @@ CALLS = {
         lambda x, mean: fo.batch_norm_inference(x, mean, mean, None, None),
         [X, X.update(shape=(64,))],
     ),
+    "group_norm": (lambda x: fo.group_norm(x, num_groups=2), [X]),
     "transpose": (fo.transpose, [X]),
     "split_heads": (lambda x, b: fo.split_heads(x, b, num_heads=2), [X, X.update(shape=(64,))]),
     "split_qkv_heads": (
