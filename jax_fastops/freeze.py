@@ -77,7 +77,7 @@ class Frozen:
       7.0
     """
 
-    def __init__(self, layout: _Layout, arrays: tuple) -> None:
+    def __init__(self, layout: _Layout, arrays: tuple[Any, ...]) -> None:
         self._layout = layout
         self.arrays = arrays
 
@@ -126,7 +126,7 @@ class Frozen:
                 )
         return Frozen(self._layout, self._layout.stack(leaves))
 
-    def tree_flatten(self) -> tuple[tuple, _Layout]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], _Layout]:
         return self.arrays, self._layout
 
     @classmethod
@@ -141,31 +141,31 @@ class _Layout:
     ``Frozen`` is compiled again for another function.
     """
 
-    def __init__(self, fn: Callable, structure, leaves: list, max_bytes: int) -> None:
+    def __init__(self, fn: Callable, structure: Any, leaves: list[Any], max_bytes: int) -> None:
         groups: dict[Any, list[int]] = {}
         for index, leaf in enumerate(leaves):
             stacked = _is_stackable(leaf) and leaf.size * leaf.dtype.itemsize <= max_bytes
             key = (jax.typeof(leaf), _place(leaf)) if stacked else index
             groups.setdefault(key, []).append(index)
-        self.groups = list(groups.values())
+        self.groups: list[list[int]] = list(groups.values())
         # Where each leaf is: an array, and an index into it unless the array is the leaf.
-        places = {
+        places: dict[int, tuple[int, int | None]] = {
             leaf: (array, None if len(group) == 1 else index)
             for array, group in enumerate(self.groups)
             for index, leaf in enumerate(group)
         }
-        self.places = [places[index] for index in range(len(leaves))]
-        self.structure = structure
-        self.types = [jax.typeof(leaf) for leaf in leaves]
-        self.device_places = [_place(leaf) for leaf in leaves]
+        self.places: list[tuple[int, int | None]] = [places[index] for index in range(len(leaves))]
+        self.structure: Any = structure
+        self.types: list[Any] = [jax.typeof(leaf) for leaf in leaves]
+        self.device_places: list[Any] = [_place(leaf) for leaf in leaves]
 
         # JAX fails if a keyword has the name of a parameter, also of one that is only positional.
         def frozen(arrays_, /, *args_, **kwargs_):
             return fn(self.tree(arrays_), *args_, **kwargs_)
 
-        self.apply = jax.jit(frozen)
+        self.apply: Any = jax.jit(frozen)
 
-    def tree(self, arrays: tuple):
+    def tree(self, arrays: tuple[Any, ...]) -> Any:
         """The parameters."""
 
         def leaf(array, index):
@@ -174,7 +174,7 @@ class _Layout:
 
         return self.structure.unflatten([leaf(*place) for place in self.places])
 
-    def stack(self, leaves: list) -> tuple:
+    def stack(self, leaves: list[Any]) -> tuple[Any, ...]:
         """The arrays, with the places and weak types of the leaves of the layout."""
         placed = list(map(_placed, leaves, self.types, self.device_places))
         return tuple(_stack([placed[index] for index in group]) for group in self.groups)
@@ -208,7 +208,7 @@ def _typed(leaf, expected):
     return weak.at[...].set(leaf)
 
 
-def _stack(leaves: list):
+def _stack(leaves: list[Any]) -> Any:
     if len(leaves) == 1:
         return leaves[0]
     place = _place(leaves[0])

@@ -659,7 +659,7 @@ class GroupNorm(_GroupNorm, _flax.GroupNorm):
     @_signature_of(_flax.GroupNorm.__init__)
     def __init__(self, num_features: int, *args: Any, activation: str | None = None, **kwargs: Any):
         super().__init__(num_features, *args, **kwargs)
-        self.activation = _activation_of("GroupNorm", activation)
+        self.activation: str | None = _activation_of("GroupNorm", activation)
 
 
 class InstanceNorm(_GroupNorm, _flax.InstanceNorm):
@@ -678,7 +678,7 @@ class InstanceNorm(_GroupNorm, _flax.InstanceNorm):
     @_signature_of(_flax.InstanceNorm.__init__)
     def __init__(self, num_features: int, *, activation: str | None = None, **kwargs: Any):
         super().__init__(num_features, **kwargs)
-        self.activation = _activation_of("InstanceNorm", activation)
+        self.activation: str | None = _activation_of("InstanceNorm", activation)
 
 
 def in_place_of(

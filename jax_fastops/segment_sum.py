@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -234,7 +235,8 @@ def segment_sum(
         num_segments = int(np.max(ids)) + 1 if ids.size else 0
     x = not_weak(x)
     if jax.export.is_symbolic_dim(num_segments):
-        return jax.ops.segment_sum(x, ids, num_segments, indices_are_sorted=indices_are_sorted)
+        symbolic: Any = num_segments
+        return jax.ops.segment_sum(x, ids, symbolic, indices_are_sorted=indices_are_sorted)
     segments = integer(name, "num_segments", num_segments)
     if segments < 0:
         raise ValueError(f"{name}: num_segments is {segments}; it must be 0 or more")
@@ -358,7 +360,7 @@ def take(table: ArrayLike, indices: ArrayLike, *, mode: str | None = None) -> ja
     return _take(table, ids, fill)
 
 
-def promised_rows(table, indices):
+def promised_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     """The rows of a gather that promises indices in bounds, with the gradient of :func:`take`.
 
     XLA moves other indices to the nearest row, but their gradient is in no row.
