@@ -119,13 +119,13 @@ def _sums_over_shards(x, ids, *, segments: int, ordered: bool, wide: bool):
 def _forward(x, ids, **options):
     if x.ndim > 2:
         return _sums(x, ids, **options)
-    return _sums_over_shards(x, ids[:, 0], **options)
+    return _sums_over_shards(x, jax.lax.squeeze(ids, (1,)), **options)
 
 
 def _over_batch(function, x, ids):
     """``function`` of matrices ``x`` and vectors of ids, under ``vmap`` for batch dimensions."""
     if x.ndim == 2:
-        return function(x, ids[:, 0])
+        return function(x, jax.lax.squeeze(ids, (1,)))
     inner = functools.partial(_over_batch, function)
     if ids.shape[0] == 1 != x.shape[0]:
         return jax.vmap(inner, in_axes=(0, None))(x, ids[0])
