@@ -134,7 +134,13 @@ def _over_batch(function, x, ids):
 
 def _reference(x, ids, *, segments: int, ordered: bool, wide: bool):
     def sums(x, ids):
-        return jax.ops.segment_sum(x, ids, segments, indices_are_sorted=ordered)
+        if (spec := spec_of(x)) is None:
+            return jax.ops.segment_sum(x, ids, segments, indices_are_sorted=ordered)
+        # That function has zeros without a sharding.
+        sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(None, spec[-1]))
+        zeros = jax.lax.full((segments, x.shape[-1]), 0, x.dtype, sharding=sharding)
+        ids = jnp.where(ids < 0, segments, ids)
+        return zeros.at[ids].add(x, indices_are_sorted=ordered)
 
     found = _over_batch(sums, x.astype(accumulator_dtype(x.dtype)), ids)
     return found if wide else found.astype(x.dtype)
