@@ -8,6 +8,7 @@
 #include <array>
 #include <cstring>
 
+#include "core/ffi/activation.h"
 #include "core/ffi/handler.h"
 #include "elementwise/elementwise.h"
 
@@ -128,15 +129,6 @@ ffi::Error LerpBackward(Call& call, Queue queue) {
 }
 
 // ---- bias_act ----------------------------------------------------------------------------------
-
-Activation ReadActivation(Call& call) {
-  const auto name = call.Attribute<std::string_view>("activation");
-  for (int i = 0; i < kNumActivations; ++i) {
-    if (name == kActivationNames[i]) return static_cast<Activation>(i);
-  }
-  call.Fail("does not know the activation '" + std::string(name) + "'");
-  return Activation::kGelu;
-}
 
 ffi::Error BiasAct(Call& call, Queue queue) {
   const Activation activation = ReadActivation(call);

@@ -1,7 +1,7 @@
 // Handlers of group_norm. jax_fastops/group_norm.py declares their buffers.
-#include <string>
 #include <string_view>
 
+#include "core/ffi/activation.h"
 #include "core/ffi/handler.h"
 #include "group_norm/group_norm.h"
 
@@ -19,15 +19,8 @@ void FillCommon(Call& call, const char* x, GroupNormCall* c) {
   call.Require(c->channels <= kMaxGroupChannels, x, "has groups of too many channels");
   call.Require(c->samples == 0 || c->sample_size() > 0, x, "must have elements");
   c->dtype = call.Type();
-  const auto name = call.Attribute<std::string_view>("activation");
-  c->active = name != "none";
-  bool known = !c->active;
-  for (int i = 0; i < kNumActivations; ++i) {
-    if (name != kActivationNames[i]) continue;
-    c->activation = static_cast<Activation>(i);
-    known = true;
-  }
-  if (!known) call.Fail("does not know the activation '" + std::string(name) + "'");
+  c->active = call.Attribute<std::string_view>("activation") != "none";
+  if (c->active) c->activation = ReadActivation(call);
   c->scale = {call.In("scale?"), call.Wide("scale?")};
   c->bias = {call.In("bias?"), call.Wide("bias?")};
   c->workspace = call.Out("workspace");

@@ -18,6 +18,7 @@
 
 #include <cstdint>
 
+#include "core/alignment.h"
 #include "core/cuda/dependent.cuh"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/group.cuh"
@@ -70,7 +71,7 @@ struct Shared {
 template <typename V>
 using Scratch = V[2][kThreads / kWarpSize];
 
-// The sums of the first part in the workspace. Those of the next one are 2 * `all` numbers later.
+// The sums of the first part in the workspace. The next part has its sums 2 * `all` numbers later.
 template <typename V, typename A>
 __device__ __forceinline__ V* StoredSums(const GroupNormCall& call, int64_t sample, int first) {
   return reinterpret_cast<V*>(static_cast<A*>(call.workspace) + sample * call.workspace_size) +
@@ -640,25 +641,18 @@ Shape ShapeOf(const GroupNormCall& call, int arrays, bool backward) {
           item,         item == 8 ? 8 : 4, arrays,        backward};
 }
 
-// The largest power of two up to 16 that divides all addresses.
-template <typename... Pointers>
-int AlignmentOf(const Pointers*... pointers) {
-  const uintptr_t bits = (uintptr_t{16} | ... | reinterpret_cast<uintptr_t>(pointers));
-  return static_cast<int>(bits & -bits);
-}
-
 }  // namespace
 
 cudaError_t GroupNormForward(const GroupNormForwardCall& call, cudaStream_t stream) {
   // A part's sums are two doubles of each group.
   return Run(call, ShapeOf(call, call.residual == nullptr ? 1 : 2, false),
              call.workspace_size / (call.groups * 4),
-             AlignmentOf(call.x, call.residual, call.y, call.sum), stream);
+             CommonAlignment({call.x, call.residual, call.y, call.sum}), stream);
 }
 
 cudaError_t GroupNormBackward(const GroupNormBackwardCall& call, cudaStream_t stream) {
   return Run(call, ShapeOf(call, 2, true), call.workspace_size / (call.all_channels() * 2),
-             AlignmentOf(call.dy, call.s, call.dx), stream);
+             CommonAlignment({call.dy, call.s, call.dx}), stream);
 }
 
 cudaError_t LoadGroupNormKernels() {

@@ -25,7 +25,7 @@ struct SegmentSumCall {
   const void* x;
   void* y;
 
-  // Those of an index of the batch begin at FirstId, `step` apart.
+  // The ids of an index of the batch begin at FirstId and are `step` elements apart.
   const void* ids;
   int id_bytes;  // 4: int32. 2, on CUDA only: uint16
   int64_t step;
