@@ -111,8 +111,10 @@ inline void DivideFirst(Plan* plan) {
   if (plan->group_channels <= kThreads / lanes) {
     return Divide(kThreads / lanes / plan->group_channels, lanes, plan);
   }
+  // Many channels have one warp each, whose sums fit into shared memory.
+  const int most = plan->group_channels > kThreads ? 32 : kThreads;
   int64_t fewest = INT64_MAX;
-  for (int each = 1; each <= kThreads; each *= 2) {
+  for (int each = 1; each <= most; each *= 2) {
     const int64_t passes = CeilDiv(plan->group_channels, kThreads / each);
     const int64_t steps = passes * (CeilDiv(plan->units, each) + 1);
     if (steps <= fewest) fewest = steps, lanes = each;

@@ -49,7 +49,7 @@ void CheckPlan(Random& random) {
   const SharedLayout layout = LayoutOf(plan, shape);
   // Three blocks of a processor with 164 KiB, the least that any device has, need at most this.
   PLAN(layout.bytes <= 53 << 10 || plan.set_groups == 1 || shape.item == 8);
-  PLAN(layout.bytes <= 160 << 10);
+  PLAN(layout.bytes <= 99 << 10);
   PLAN(layout.table % 16 == 0 && layout.base % shape.accumulator == 0);
   PLAN(plan.parts <= max_parts && plan.part_units <= INT32_MAX);
 }
