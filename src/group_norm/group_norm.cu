@@ -49,13 +49,14 @@ template <typename Tile, typename Sums>
 struct Shared {
   using A = typename Tile::A;
 
-  Sums *sums, *totals;  // two of each group, or of each channel
+  Sums* sums;     // two of each group, or of each channel
+  A* statistics;  // two of each group
   A *base, *table;
 
   __device__ __forceinline__ explicit Shared(const SharedLayout& at) {
     extern __shared__ __align__(16) char memory[];
     sums = reinterpret_cast<Sums*>(memory + at.sums);
-    totals = reinterpret_cast<Sums*>(memory + at.totals);
+    statistics = reinterpret_cast<A*>(memory + at.statistics);
     base = reinterpret_cast<A*>(memory + at.base);
     table = reinterpret_cast<A*>(memory + at.table);
   }
@@ -64,57 +65,56 @@ struct Shared {
 template <typename V>
 using Scratch = V[2][kThreads / kWarpSize];
 
-// A sample's workspace: two sums of each result (a group, or a channel) in each part, two numbers
-// of each group for the second phase, two counters of each set, and, in that of the first sample,
-// one counter of all jobs.
+// A sample's workspace: two sums of each group and, in the backward, of each channel in each part;
+// a counter of each set; and, in that of the first sample, one of all jobs.
 template <typename V, typename A>
 struct Workspace {
   A* begin;
-  int results;
   const Plan& plan;
+  int row;  // sums of a part
 
   __device__ __forceinline__ Workspace(const GroupNormCall& call, const Plan& plan, int results,
                                        int64_t sample)
       : begin(static_cast<A*>(call.workspace) + sample * call.workspace_size),
-        results(results),
-        plan(plan) {}
+        plan(plan),
+        row(2 * results) {}
 
-  __device__ __forceinline__ V* SumsOf(int part, int first) const {
-    return reinterpret_cast<V*>(begin) + 2 * (int64_t{part} * results + first);
+  __device__ __forceinline__ V* OfGroup(int part, int group) const {
+    return reinterpret_cast<V*>(begin) + int64_t{part} * row + 2 * group;
   }
-  __device__ __forceinline__ A* NumbersOf(int group) const {
-    return reinterpret_cast<A*>(SumsOf(plan.parts, 0)) + 2 * group;
+  __device__ __forceinline__ V* OfChannel(int part, int channel) const {
+    return OfGroup(part, plan.groups + channel);
   }
-  __device__ __forceinline__ uint32_t* CountersOf(int set) const {
-    return reinterpret_cast<uint32_t*>(NumbersOf(plan.groups)) + 2 * set;
+  __device__ __forceinline__ uint32_t* CounterOf(int set) const {
+    return reinterpret_cast<uint32_t*>(OfGroup(plan.parts, 0)) + set;
   }
 };
 
-// Adds up the sums of all parts. Calls write(result, sums).
-template <typename V, typename A, typename Write>
-__device__ __forceinline__ void TotalParts(const Workspace<V, A>& workspace, int first, int results,
-                                           Scratch<V>& scratch, const Write& write) {
+// Adds up the sums of all parts; sums_of(result, part) is their place. Calls write(result, sums).
+template <typename V, typename SumsOf, typename Write>
+__device__ __forceinline__ void TotalParts(int results, int parts, Scratch<V>& scratch,
+                                           const SumsOf& sums_of, const Write& write) {
   SumTerms<kThreads>(
-      results, workspace.plan.parts, scratch,
+      results, parts, scratch,
       [&](int result, int part, V(&values)[2]) {
-        const V* const sums = workspace.SumsOf(part, first + result);
+        const V* const sums = sums_of(result, part);
         values[0] = __ldcg(sums), values[1] = __ldcg(sums + 1);
       },
       write);
 }
 
-// Runs the jobs of a launch. W is their workspace.
-template <typename W, typename Call, typename First, typename Join, typename Second>
-__device__ __forceinline__ void RunAll(const Params<Call>& p, int results, const First& first,
-                                       const Join& join, const Second& second) {
+// Runs the jobs of a launch. workspace_of(sample) is their workspace.
+template <typename Call, typename WorkspaceOf, typename First, typename Second>
+__device__ __forceinline__ void RunAll(const Params<Call>& p, const WorkspaceOf& workspace_of,
+                                       const First& first, const Second& second) {
   LetDependentsStart();
   AwaitPredecessors();
-  const auto counters_of = [&](uint32_t job) {
-    const uint32_t sets = p.plan.sets, sample = job / sets;
-    return W(p.call, p.plan, results, sample).CountersOf(static_cast<int>(job - sample * sets));
+  const int sets = p.plan.sets;
+  const auto counter_of = [&](uint32_t job) {
+    const uint32_t sample = job / sets;
+    return workspace_of(sample).CounterOf(static_cast<int>(job - sample * sets));
   };
-  RunJobs(p.jobs, W(p.call, p.plan, results, 0).CountersOf(p.plan.sets), counters_of, first, join,
-          second);
+  RunJobs(p.jobs, workspace_of(0).CounterOf(sets), counter_of, first, second);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -201,27 +201,31 @@ __device__ __forceinline__ void SumDeviations(const Tile& tile, const Shared<Til
 // Sets the mean and the reciprocal deviation of each group.
 template <typename Tile>
 __device__ __forceinline__ void FindStatistics(const GroupNormForwardCall& call, const Tile& tile,
+                                               const Shared<Tile, double>& shared,
                                                const Workspace<double, typename Tile::A>& workspace,
                                                Scratch<double>& scratch) {
   using T = typename Tile::Element;
   using A = typename Tile::A;
   const Plan& plan = tile.plan;
-  TotalParts(workspace, tile.first_group, tile.groups, scratch,
-             [&](int group, const double (&total)[2]) {
-               const double n =
-                   static_cast<double>(plan.group_channels) * static_cast<double>(plan.positions);
-               const double mean = total[0] / n;
-               double variance = Without(total[1] / n, mean, mean);
-               if (isinf(static_cast<A>(variance))) variance = INFINITY;  // as in the reference
-               const A rstd = static_cast<A>(1 / sqrt((variance < 0 ? 0 : variance) + call.eps));
-               const A base = BaseOf<T>(call, tile, group);
-               const A shifted = static_cast<A>(static_cast<double>(base) + mean);
-               A* const numbers = workspace.NumbersOf(tile.first_group + group);
-               numbers[0] = shifted, numbers[1] = rstd;
-               const int64_t at = tile.sample * plan.groups + tile.first_group + group;
-               if (call.mean != nullptr) static_cast<A*>(call.mean)[at] = shifted;
-               if (call.rstd != nullptr) static_cast<A*>(call.rstd)[at] = rstd;
-             });
+  TotalParts(
+      tile.groups, plan.parts, scratch,
+      [&](int group, int part) { return workspace.OfGroup(part, tile.first_group + group); },
+      [&](int group, const double (&total)[2]) {
+        const double n =
+            static_cast<double>(plan.group_channels) * static_cast<double>(plan.positions);
+        const double mean = total[0] / n;
+        double variance = Without(total[1] / n, mean, mean);
+        if (isinf(static_cast<A>(variance))) variance = INFINITY;  // as in the reference
+        const A rstd = static_cast<A>(1 / sqrt((variance < 0 ? 0 : variance) + call.eps));
+        const A base = BaseOf<T>(call, tile, group);
+        const A shifted = static_cast<A>(static_cast<double>(base) + mean);
+        shared.statistics[2 * group] = shifted;
+        shared.statistics[2 * group + 1] = rstd;
+        const int64_t at = tile.sample * plan.groups + tile.first_group + group;
+        if (tile.part != 0) return;
+        if (call.mean != nullptr) static_cast<A*>(call.mean)[at] = shifted;
+        if (call.rstd != nullptr) static_cast<A*>(call.rstd)[at] = rstd;
+      });
 }
 
 template <typename T, int kBytes, bool kLast>
@@ -230,7 +234,6 @@ __global__ void __launch_bounds__(kThreads, kResident)
   using Tile = group_norm::Tile<T, kBytes, kLast>;
   using A = typename Tile::A;
   using V = typename Tile::V;
-  using W = Workspace<double, A>;
   constexpr int kSize = Tile::kSize, kChannels = Tile::kChannels;
   __shared__ Scratch<double> scratch;
 
@@ -242,6 +245,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
   // Where x + residual is for the second phase.
   T* const sum = call.sum == nullptr ? y : static_cast<T*>(call.sum);
 
+  const auto workspace_of = [&](int64_t sample) {
+    return Workspace<double, A>(call, plan, plan.groups, sample);
+  };
   const auto sum_part = [&](uint32_t job, uint32_t part) {
     const Tile tile(plan, job, part);
     for (int group = static_cast<int>(threadIdx.x); group < tile.groups; group += kThreads) {
@@ -271,25 +277,21 @@ __global__ void __launch_bounds__(kThreads, kResident)
             return s;
           });
     }
-    double* const to = W(call, plan, plan.groups, tile.sample).SumsOf(tile.part, tile.first_group);
+    double* const to = workspace_of(tile.sample).OfGroup(tile.part, tile.first_group);
     for (int i = static_cast<int>(threadIdx.x); i < 2 * tile.groups; i += kThreads) {
       to[i] = shared.sums[i];
     }
   };
-  const auto join = [&](uint32_t job) {
-    const Tile tile(plan, job, 0);
-    FindStatistics(call, tile, W(call, plan, plan.groups, tile.sample), scratch);
-  };
   const T* const from = r == nullptr ? x : sum;
   const auto write_part = [&](uint32_t job, uint32_t part) {
     const Tile tile(plan, job, part);
-    const A* const numbers = W(call, plan, plan.groups, tile.sample).NumbersOf(tile.first_group);
+    FindStatistics(call, tile, shared, workspace_of(tile.sample), scratch);
     for (int pass = 0; pass < plan.passes; ++pass) {
       const int slot = pass * plan.width + tile.slot;
       A mean[kChannels] = {}, factor[kChannels] = {}, bias[kChannels] = {};
       tile.ForChannels(slot, [&](int i, int channel, int group) {
-        mean[i] = __ldcg(numbers + 2 * group);
-        factor[i] = __ldcg(numbers + 2 * group + 1) *
+        mean[i] = shared.statistics[2 * group];
+        factor[i] = shared.statistics[2 * group + 1] *
                     ReadParameter<T>(call.scale, tile.first_channel + channel, 1);
         bias[i] = ReadParameter<T>(call.bias, tile.first_channel + channel, 0);
       });
@@ -308,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
       });
     }
   };
-  RunAll<W>(p, plan.groups, sum_part, join, write_part);
+  RunAll(p, workspace_of, sum_part, write_part);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -412,39 +414,58 @@ __device__ __forceinline__ void SumGradients(const GroupNormBackwardCall& call, 
   }
 }
 
-// Writes the gradients of the parameters, and sets rstd * c1 and rstd * rstd * c2 of each group.
+// Stores the sums of the channels of a part, and those of scale * g and scale * g * (x - mean) of
+// its groups.
 template <typename Tile>
-__device__ __forceinline__ void FindAverages(
+__device__ __forceinline__ void StoreSums(
     const GroupNormBackwardCall& call, const Tile& tile,
+    const Shared<Tile, typename Tile::A>& shared,
     const Workspace<typename Tile::A, typename Tile::A>& workspace,
-    const Shared<Tile, typename Tile::A>& shared, Scratch<typename Tile::A>& scratch) {
+    Scratch<typename Tile::A>& scratch) {
   using A = typename Tile::A;
-  const Plan& plan = tile.plan;
-  const A* const rstd =
-      static_cast<const A*>(call.rstd) + tile.sample * plan.groups + tile.first_group;
-  TotalParts(workspace, tile.first_channel, tile.channels, scratch,
-             [&](int channel, const A(&total)[2]) {
-               const A dscale = total[1] * rstd[channel / plan.group_channels];
-               shared.totals[2 * channel] = total[0];
-               shared.totals[2 * channel + 1] = dscale;
-               const int64_t at = tile.sample * plan.channels + tile.first_channel + channel;
-               if (call.dbias != nullptr) static_cast<A*>(call.dbias)[at] = total[0];
-               if (call.dscale != nullptr) static_cast<A*>(call.dscale)[at] = dscale;
-             });
+  const int size = tile.plan.group_channels;
   SumTerms<kThreads>(
-      tile.groups, plan.group_channels, scratch,
+      tile.groups, size, scratch,
       [&](int group, int of, A(&values)[2]) {
-        const int channel = group * plan.group_channels + of;
+        const int channel = group * size + of;
         const A scale =
             ReadParameter<typename Tile::Element>(call.scale, tile.first_channel + channel, 1);
-        values[0] = scale * shared.totals[2 * channel];
-        values[1] = scale * shared.totals[2 * channel + 1];
+        values[0] = scale * shared.sums[2 * channel];
+        values[1] = scale * shared.sums[2 * channel + 1];
       },
       [&](int group, const A(&found)[2]) {
-        const A n = static_cast<A>(plan.group_channels) * static_cast<A>(plan.positions);
-        A* const numbers = workspace.NumbersOf(tile.first_group + group);
-        numbers[0] = rstd[group] * (found[0] / n);
-        numbers[1] = rstd[group] * (rstd[group] * (found[1] / n));
+        A* const to = workspace.OfGroup(tile.part, tile.first_group + group);
+        to[0] = found[0], to[1] = found[1];
+      });
+  A* const to = workspace.OfChannel(tile.part, tile.first_channel);
+  for (int i = static_cast<int>(threadIdx.x); i < 2 * tile.channels; i += kThreads) {
+    to[i] = shared.sums[i];
+  }
+}
+
+// Writes the gradients of a part of the parameters.
+template <typename Tile>
+__device__ __forceinline__ void WriteGradients(
+    const GroupNormBackwardCall& call, const Tile& tile,
+    const Workspace<typename Tile::A, typename Tile::A>& workspace,
+    Scratch<typename Tile::A>& scratch) {
+  using A = typename Tile::A;
+  if (call.dscale == nullptr && call.dbias == nullptr) return;
+  const Plan& plan = tile.plan;
+  const int share = (tile.channels - 1) / plan.parts + 1;
+  const int first = min(tile.part * share, tile.channels);
+  const A* const rstd =
+      static_cast<const A*>(call.rstd) + tile.sample * plan.groups + tile.first_group;
+  TotalParts(
+      min(share, tile.channels - first), plan.parts, scratch,
+      [&](int of, int part) { return workspace.OfChannel(part, tile.first_channel + first + of); },
+      [&](int of, const A(&total)[2]) {
+        const int channel = first + of;
+        const int64_t at = tile.sample * plan.channels + tile.first_channel + channel;
+        if (call.dbias != nullptr) static_cast<A*>(call.dbias)[at] = total[0];
+        if (call.dscale != nullptr) {
+          static_cast<A*>(call.dscale)[at] = total[1] * rstd[channel / plan.group_channels];
+        }
       });
 }
 
@@ -454,13 +475,12 @@ __global__ void __launch_bounds__(kThreads, kResident)
   using Tile = group_norm::Tile<T, kBytes, kLast>;
   using A = typename Tile::A;
   using V = typename Tile::V;
-  using W = Workspace<A, A>;
   constexpr int kSize = Tile::kSize, kChannels = Tile::kChannels;
   __shared__ Scratch<A> scratch;
 
   const GroupNormBackwardCall& call = p.call;
   const Plan& plan = p.plan;
-  const int all = static_cast<int>(plan.channels);
+  const int results = plan.groups + static_cast<int>(plan.channels);
   const Shared<Tile, A> shared(p.shared);
   const T *const x = static_cast<const T*>(call.s), *const dy = static_cast<const T*>(call.dy);
   T* const dx = static_cast<T*>(call.dx);
@@ -473,34 +493,43 @@ __global__ void __launch_bounds__(kThreads, kResident)
     };
   };
 
+  const auto workspace_of = [&](int64_t sample) {
+    return Workspace<A, A>(call, plan, results, sample);
+  };
   const auto sum_part = [&](uint32_t job, uint32_t part) {
     const Tile tile(plan, job, part);
     SumGradients<2>(call, tile, shared, scratch, load(dy), [&](int64_t at, const A(&g)[kSize]) {
       if (call.active) StoreUnit(V::Packed(g), dx + at);
     });
-    A* const to = W(call, plan, all, tile.sample).SumsOf(tile.part, tile.first_channel);
-    for (int i = static_cast<int>(threadIdx.x); i < 2 * tile.channels; i += kThreads) {
-      to[i] = shared.sums[i];
-    }
-  };
-  const auto join = [&](uint32_t job) {
-    const Tile tile(plan, job, 0);
-    FindAverages(call, tile, W(call, plan, all, tile.sample), shared, scratch);
+    StoreSums(call, tile, shared, workspace_of(tile.sample), scratch);
   };
   const auto write_part = [&](uint32_t job, uint32_t part) {
     const Tile tile(plan, job, part);
-    const A* const numbers = W(call, plan, all, tile.sample).NumbersOf(tile.first_group);
+    const auto workspace = workspace_of(tile.sample);
     const int64_t first = tile.sample * plan.groups + tile.first_group;
+    const A *const means = static_cast<const A*>(call.mean) + first, *const rstds =
+                                                                         static_cast<const A*>(
+                                                                             call.rstd) +
+                                                                         first;
+    // The averages rstd * c1, and rstd * rstd * c2.
+    TotalParts(
+        tile.groups, plan.parts, scratch,
+        [&](int group, int part) { return workspace.OfGroup(part, tile.first_group + group); },
+        [&](int group, const A(&total)[2]) {
+          const A rstd = rstds[group];
+          const A n = static_cast<A>(plan.group_channels) * static_cast<A>(plan.positions);
+          shared.statistics[2 * group] = rstd * (total[0] / n);
+          shared.statistics[2 * group + 1] = rstd * (rstd * (rstd * total[1] / n));
+        });
     for (int pass = 0; pass < plan.passes; ++pass) {
       const int slot = pass * plan.width + tile.slot;
       // dx = g * factor - (x - mean) * by_x - less
       A mean[kChannels] = {}, factor[kChannels] = {}, by_x[kChannels] = {}, less[kChannels] = {};
       tile.ForChannels(slot, [&](int i, int channel, int group) {
-        mean[i] = static_cast<const A*>(call.mean)[first + group];
-        factor[i] = static_cast<const A*>(call.rstd)[first + group] *
-                    ReadParameter<T>(call.scale, tile.first_channel + channel, 1);
-        less[i] = __ldcg(numbers + 2 * group);
-        by_x[i] = __ldcg(numbers + 2 * group + 1);
+        mean[i] = means[group];
+        factor[i] = rstds[group] * ReadParameter<T>(call.scale, tile.first_channel + channel, 1);
+        less[i] = shared.statistics[2 * group];
+        by_x[i] = shared.statistics[2 * group + 1];
       });
       const T* const g = call.active ? dx : dy;
       tile.template Sweep<2>(slot, load(g), [&](const Loaded& loaded, int64_t at) {
@@ -515,8 +544,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
         StoreUnit(V::Packed(d), dx + at);
       });
     }
+    WriteGradients(call, tile, workspace, scratch);
   };
-  RunAll<W>(p, all, sum_part, join, write_part);
+  RunAll(p, workspace_of, sum_part, write_part);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -595,7 +625,7 @@ cudaError_t GroupNormForward(const GroupNormForwardCall& call, cudaStream_t stre
 }
 
 cudaError_t GroupNormBackward(const GroupNormBackwardCall& call, cudaStream_t stream) {
-  return Run(call, ShapeOf(call, true), MaxParts(call, call.all_channels() * 2),
+  return Run(call, ShapeOf(call, true), MaxParts(call, (call.all_channels() + call.groups) * 2),
              CommonAlignment({call.dy, call.s, call.dx}), stream);
 }
 

@@ -21,10 +21,11 @@ namespace jax_fastops::group_norm {
 inline constexpr int kThreads = 256;
 inline constexpr int kResident = 3;  // blocks of a processor
 inline constexpr int kUnitBytes = 16;
-// Units of a thread in a part. The sums of a part take as long as about four units in the forward,
-// where they are means and deviations, and one in the backward. The forward keeps one array in the
-// L2 cache until the sums of a set are complete, the backward two.
-inline constexpr int kForwardUnits = 16, kBackwardUnits = 8;
+// For each part, a block adds up its sums, and waits, for as long as for so many units of a thread.
+inline constexpr int kPartUnits = 10;
+// Units of a thread in a part, at most. The first phase of as many parts as there are blocks, and
+// what they write, should stay in the L2 cache.
+inline constexpr int kForwardUnits = 40, kBackwardUnits = 20;
 
 struct Shape {
   int64_t samples, groups, channels, positions;  // channels of a group
@@ -53,19 +54,18 @@ struct Plan {
 
 // Offsets in bytes in the shared memory of a block.
 struct SharedLayout {
-  int sums;    // two doubles of each group, or two accumulators of each channel
-  int totals;  // the same over all parts, of the backward
-  int base;    // one accumulator of each group
-  int table;   // two accumulators of each thread and channel of a unit
+  int sums;        // two doubles of each group, or two accumulators of each channel
+  int statistics;  // two accumulators of each group
+  int base;        // one accumulator of each group
+  int table;       // two accumulators of each thread and channel of a unit
   int bytes;
 };
 
 constexpr SharedLayout LayoutOf(const Plan& plan, const Shape& shape) {
   SharedLayout at = {};
-  const int sums = shape.backward ? plan.set_channels() * 2 * shape.accumulator
-                                  : plan.set_groups * 2 * static_cast<int>(sizeof(double));
-  at.totals = sums;
-  at.base = at.totals + (shape.backward ? sums : 0);
+  at.statistics = shape.backward ? plan.set_channels() * 2 * shape.accumulator
+                                 : plan.set_groups * 2 * static_cast<int>(sizeof(double));
+  at.base = at.statistics + plan.set_groups * 2 * shape.accumulator;
   at.table = static_cast<int>(RoundUp(at.base + plan.set_groups * shape.accumulator, 16));
   // Channels first, the backward has an entry for each warp and slot.
   const int warps = std::max(plan.lanes / 32, 1);
@@ -148,13 +148,17 @@ inline Plan MakePlan(const Shape& shape, int alignment, int64_t max_parts, int p
   } else {
     DivideFirst(&plan);
   }
+  // The parts with the fewest steps of all blocks, one after the other.
   const int64_t steps = CeilDiv(plan.units, plan.lanes) * plan.passes;  // of a thread
-  const int wanted = shape.backward ? kBackwardUnits : kForwardUnits;
-  const int64_t blocks = int64_t{kResident} * processors, all = shape.samples * plan.sets;
-  const int64_t parts =
-      std::max(CeilDiv(steps, wanted), std::min(CeilDiv(blocks, all), CeilDiv(steps, 4)));
-  plan.part_units =
-      RoundUp(CeilDiv(plan.units, std::max<int64_t>(1, std::min(parts, max_parts))), plan.lanes);
+  const int64_t blocks = int64_t{kResident} * processors, jobs = shape.samples * plan.sets;
+  const int64_t few = CeilDiv(steps, shape.backward ? kBackwardUnits : kForwardUnits);
+  int64_t parts = 1, fewest = INT64_MAX;
+  for (int64_t more = few; more < few + 512 && more <= max_parts; ++more) {
+    const int64_t all = CeilDiv(jobs * more, blocks) * (CeilDiv(steps, more) + kPartUnits);
+    if (all <= fewest) fewest = all, parts = more;
+  }
+  if (few > max_parts) parts = max_parts;
+  plan.part_units = RoundUp(CeilDiv(plan.units, parts), plan.lanes);
   plan.parts = static_cast<int32_t>(CeilDiv(plan.units, plan.part_units));
   return plan;
 }

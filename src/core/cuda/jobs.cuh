@@ -1,7 +1,7 @@
 // Jobs of two phases, in one cooperative launch.
 //
-// A job has parts. A block computes something of each part of a job, such as sums. The block that
-// has the last part joins them. Then blocks write the results of each part. The results of a job
+// A job has parts. A block computes something of each part of a job, such as sums. Then blocks
+// write the results of each part, for which they need the sums of all parts. The results of a job
 // follow its first phase by about as many parts as blocks run at once. So what the first phase has
 // read is still in the L2 cache, and blocks seldom wait.
 //
@@ -43,59 +43,41 @@ __host__ __device__ __forceinline__ JobPart PartOf(const Jobs& jobs, uint32_t it
   return {item / jobs.parts, item % jobs.parts, second};
 }
 
-// counters_of(job) is the place of two counters of a job, and `taken` that of one of all jobs; they
-// have any value before. first(job, part) and join(job) write what the second phase reads.
-template <typename CountersOf, typename First, typename Join, typename Second>
+// counter_of(job) is the place of a counter of a job, and `taken` that of one of all jobs; they
+// have any value before. first(job, part) writes what the second phase of all parts of the job
+// reads.
+template <typename CounterOf, typename First, typename Second>
 __device__ __forceinline__ void RunJobs(const Jobs& jobs, uint32_t* taken,
-                                        const CountersOf& counters_of, const First& first,
-                                        const Join& join, const Second& second) {
-  enum { kDone, kJoined };
+                                        const CounterOf& counter_of, const First& first,
+                                        const Second& second) {
   __shared__ uint32_t next[2];
-  __shared__ bool last;
   const bool one = threadIdx.x == 0;
 
   const uint32_t threads = gridDim.x * blockDim.x;
   for (uint32_t job = blockIdx.x * blockDim.x + threadIdx.x; job < jobs.count; job += threads) {
-    uint32_t* const counters = counters_of(job);
-    counters[kDone] = counters[kJoined] = 0;
+    *counter_of(job) = 0;
   }
   if (blockIdx.x == 0 && one) *taken = 0;
   const auto grid = cooperative_groups::this_grid();
   auto arrival = grid.barrier_arrive();
   bool ready = false;  // all counters are 0
-  const auto await_counters = [&] {
-    if (!ready) grid.barrier_wait(std::move(arrival));
-    ready = true;
-  };
 
   int turn = 0;
   for (uint32_t item = blockIdx.x; item < jobs.items(); turn ^= 1) {
     const JobPart part = PartOf(jobs, item);
-    uint32_t* const counters = counters_of(part.job);
-    if (part.second) {
-      await_counters();
-      if (one) {
-        next[turn] = gridDim.x + atomicAdd(taken, 1);
-        while (ReadAcquire(counters + kJoined) == 0) {
-        }
-      }
-      __syncthreads();
-      second(part.job, part.part);
-    } else {
-      first(part.job, part.part);
-      await_counters();
-      __syncthreads();
-      if (one) {
-        next[turn] = gridDim.x + atomicAdd(taken, 1);
-        last = CountAcquireRelease(counters + kDone) + 1 == jobs.parts;
-      }
-      __syncthreads();
-      if (last) {
-        join(part.job);
-        __syncthreads();
-        if (one) CountRelease(counters + kJoined);
+    uint32_t* const done = counter_of(part.job);
+    if (!part.second) first(part.job, part.part);
+    if (!ready) grid.barrier_wait(std::move(arrival));
+    ready = true;
+    __syncthreads();
+    if (one) {
+      if (!part.second) CountRelease(done);
+      next[turn] = gridDim.x + atomicAdd(taken, 1);
+      while (part.second && ReadAcquire(done) < jobs.parts) {
       }
     }
+    __syncthreads();
+    if (part.second) second(part.job, part.part);
     item = next[turn];
   }
 }
