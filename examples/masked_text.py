@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax_fastops.models import packing
 
 VOCABULARY = 256
 PADDING, MASK = 0xFE, 0xFF
@@ -38,6 +39,18 @@ class Batch(NamedTuple):
     inside: np.ndarray
     targets: np.ndarray
     chosen: np.ndarray
+
+
+class Rows(NamedTuple):
+    """Rows of text without padding, int32 ``[batch, length]``.
+
+    Attributes:
+      tokens: the text.
+      segment_ids: 1, 2, ... for the texts of a row, or None if each row is of one text.
+    """
+
+    tokens: np.ndarray
+    segment_ids: np.ndarray | None
 
 
 def documents(path: Path | None = None) -> list[np.ndarray]:
@@ -85,6 +98,25 @@ def windows(
         window = text[start : start + length]
         row[: len(window)] = window
     return found
+
+
+def packed(texts: Sequence[np.ndarray], size: int, length: int, rng: np.random.Generator) -> Rows:
+    """Windows as those of ``windows``, and further ones in the rest of a row, as many as it takes.
+
+    A window that does not fit into the rest is shorter.
+    """
+    if min(map(len, texts)) >= length:
+        return Rows(windows(texts, size, length, rng), None)
+    rows = []
+    for _ in range(size):
+        parts, free = [], length
+        while free:
+            (window,) = windows(texts, 1, free, rng)
+            parts.append(window[window != PADDING])
+            free -= len(parts[-1])
+        rows.append(packing.pack(parts, length, rows=1))
+    tokens, ids = ([getattr(row, name) for row in rows] for name in Rows._fields)
+    return Rows(np.concatenate(tokens), np.concatenate(ids))
 
 
 def batch(texts: Sequence[np.ndarray], size: int, length: int, rng: np.random.Generator) -> Batch:

@@ -449,6 +449,20 @@ def test_batch():
     assert np.mean(made.tokens[made.chosen] == masked_text.MASK) == pytest.approx(0.8, abs=0.03)
 
 
+def test_packed():
+    """Short texts fill rows, each in a segment of its own; long ones need no segments."""
+    (masked_text,) = loaded("examples", "masked_text")
+    texts = [np.full(2000, 65, np.uint8), *(np.full(n, 66 + n, np.uint8) for n in (5, 9, 20))]
+    rows, again = (masked_text.packed(texts, 300, 32, np.random.default_rng(1)) for _ in range(2))
+    for a, b in zip(rows, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert rows.tokens.shape == (300, 32) and np.all(rows.segment_ids > 0)
+    starts = np.diff(rows.segment_ids, axis=1) != 0
+    assert np.any(starts) and not np.any((np.diff(rows.tokens, axis=1) != 0) & ~starts)
+    whole = masked_text.packed(texts[:1], 4, 32, np.random.default_rng(1))
+    assert whole.segment_ids is None and np.all(whole.tokens == 65)
+
+
 def test_loss():
     """The mean of the losses of the chosen tokens."""
     (masked_text,) = loaded("examples", "masked_text")
