@@ -2,7 +2,7 @@
 
 The whole step as users run it: forward, loss over the vocabulary, backward and AdamW, in bfloat16
 with float32 parameters, with donated state, and in BERT with dropout, also of attention weights. It
-is measured in steady state. There are 1000 sentences, whose lengths are evenly distributed between
+is measured in steady state. There are 1000 sentences with random lengths, which are uniform between
 two numbers. Each step takes the next rows of them. Contenders have the same weights:
 
 ``packed``           `models.bert` or `models.decoder` on rows of several sentences, which
@@ -55,7 +55,10 @@ SIZES = {
     "bert": Sizes(1000, (128, 384), ["17x512"], ["32x512", "32x384"]),
     "decoder": Sizes(1000, (128, 896), ["8x2048"], ["32x896"]),
 }
-SMALL = Sizes(8, (8, 24), ["4x32"], ["8x32"])
+SMALL = Sizes(8, (16, 16), ["4x32"], ["8x32"])
+# With the lengths of BERT, no two that exceed 256 share a row. Their number varies: with 12 seeds,
+# the fill of all rows is 0.944 to 0.993, with 0.979 in the median, and 0.983 with this seed.
+SEED = 1
 
 
 def options(add) -> None:
@@ -113,15 +116,17 @@ class Rows(NamedTuple):
     def facts(self) -> dict:
         steps, batch, length = self.ids.shape
         tokens = np.count_nonzero(self.ids) / steps
-        return {"tokens": tokens, "fill": round(tokens / (batch * length), 4)}
+        fill = tokens / (batch * length)
+        return {"tokens": round(tokens, 1), "fill": round(fill, 4)}
 
 
 def data(options, contender: str, shape: str, vocabulary: int) -> Rows:
     """All sentences, in rows in random order. The last step, which is not full, is left out."""
     batch, length = map(int, shape.split("x"))
-    rng = np.random.default_rng(0)
-    counts = np.linspace(*sizes(options).lengths, sizes(options).sentences).round().astype(int)
-    sentences = [rng.integers(0, vocabulary, n, np.int32) for n in rng.permutation(counts)]
+    rng = np.random.default_rng(SEED)
+    shortest, longest = sizes(options).lengths
+    counts = rng.integers(shortest, longest + 1, sizes(options).sentences)
+    sentences = [rng.integers(0, vocabulary, n, np.int32) for n in counts]
     if options.model == "bert":
         labels = [rng.integers(0, vocabulary, len(each), np.int32) for each in sentences]
     else:
@@ -159,7 +164,8 @@ def bert_loss(options, contender: str, config, all_rows: Rows):
         attention = functools.partial(fo.qkv_attention, max_segments=int(all_rows.ids.max()))
         ops = ops._replace(qkv_attention=attention)
     if contender == "listed":
-        more["token_capacity"] = int(np.count_nonzero(all_rows.ids, axis=(1, 2)).max())
+        most = int(np.count_nonzero(all_rows.ids, axis=(1, 2)).max())
+        more["token_capacity"] = -(-most // 128) * 128
 
     def loss(params, count, tokens, labels, ids):
         key = jax.random.fold_in(jax.random.key(1, impl=kind), count) if options.dropout else None
