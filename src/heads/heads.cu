@@ -6,8 +6,9 @@
 // and only its memory accesses determine its shape.
 //
 // - The kernel moves *units* of 1 to 16 bytes: the largest unit that divides a head's row and to
-//   which the pointers are aligned. For heads of 64 elements it is 16 bytes. Units are contiguous
-//   along a row of x (all features), and along a head of y (all rows).
+//   which the pointers are aligned. For heads of 64 elements it is 16 bytes. With arithmetic, it is
+//   16 bytes or an element. Units are contiguous along a row of x (all features), and along a head
+//   of y (all rows).
 // - A thread stays in one column of units, so it computes part, head and bias once. It takes at
 //   least four rows of the column, and loads all of them before it stores the first. To saturate an
 //   H100's memory, about 3.35 TB/s times 0.8 us = 20 KB must be in flight per SM. With 16-byte
@@ -208,11 +209,10 @@ Kernel FindKernel(int unit, DType dtype) {
     return KernelOf<Heads, HeadsKernel<Word<kUnit>, kUnit, kWork>>();
   } else {
     return ForDType(dtype, []<typename T>(TypeTag<T>) -> Kernel {
-      constexpr int kLeast = sizeof(T), kMost = kLeast == 8 ? 8 : 16;
-      if constexpr (kUnit < kLeast || kUnit > kMost) {
-        return nullptr;
-      } else {
+      if constexpr (kUnit == sizeof(T) || (kUnit == 16 && sizeof(T) < 8)) {
         return KernelOf<Heads, HeadsKernel<T, kUnit, kWork>>();
+      } else {
+        return nullptr;  // no plan has it
       }
     });
   }

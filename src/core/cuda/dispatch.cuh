@@ -5,8 +5,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstdint>
 #include <type_traits>
 
+#include "core/cuda/launch.h"
 #include "core/dtype.h"
 
 namespace jax_fastops::cuda {
@@ -40,6 +42,41 @@ auto ForDType(DType dtype, const Visit& visit) {
     default:
       return visit(TypeTag<double>());
   }
+}
+
+// For calls that are rare: Body::Run<T>(params...), by one kernel for float64, which takes the most
+// registers, and one for all other types.
+template <typename Body, int kThreads, bool kDouble, typename... Params>
+__global__ void __launch_bounds__(kThreads)
+    AnyTypeKernel(DType dtype, const __grid_constant__ Params... params) {
+  if constexpr (kDouble) {
+    Body::template Run<double>(params...);
+  } else if (dtype == DType::kF32) {
+    Body::template Run<float>(params...);
+  } else if (dtype == DType::kBF16) {
+    Body::template Run<__nv_bfloat16>(params...);
+  } else {
+    Body::template Run<__half>(params...);
+  }
+}
+
+template <typename Family, typename Body, int kThreads, typename... Params>
+cudaError_t LaunchAnyType(DType dtype, const LaunchConfig& config, cudaStream_t stream,
+                          const Params&... params) {
+  const auto kernel = dtype == DType::kF64
+                          ? KernelOf<Family, AnyTypeKernel<Body, kThreads, true, Params...>>()
+                          : KernelOf<Family, AnyTypeKernel<Body, kThreads, false, Params...>>();
+  return Launch(kernel, config, stream, dtype, params...);
+}
+
+// In blocks of kThreads threads.
+template <typename Family, typename Body, int kThreads, typename... Params>
+cudaError_t LaunchAnyType(DType dtype, int64_t blocks, cudaStream_t stream,
+                          const Params&... params) {
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  const dim3 grid(static_cast<unsigned>(blocks));
+  return LaunchAnyType<Family, Body, kThreads>(
+      dtype, LaunchConfig{.grid = grid, .block = dim3(kThreads)}, stream, params...);
 }
 
 }  // namespace jax_fastops::cuda
