@@ -126,8 +126,7 @@ __device__ __forceinline__ void StoreSums(const HeadsTiles& t, const HeadsArrays
 
 // T is the element type. A move needs only its size, so it takes the whole unit as one element.
 template <typename T, int kUnit, HeadsWork kWork>
-__global__ void __launch_bounds__(kHeadsThreads)
-    HeadsKernel(const HeadsTiles t, const HeadsArrays arrays) {
+__device__ __forceinline__ void MoveRows(const HeadsTiles& t, const HeadsArrays& arrays) {
   using U = Unit<T, kUnit>;
   constexpr bool kBias = kWork == HeadsWork::kAddBias, kSums = kWork == HeadsWork::kSum;
   constexpr int kInFlight = HeadsInFlight(kUnit, kWork);
@@ -194,28 +193,33 @@ __global__ void __launch_bounds__(kHeadsThreads)
   if constexpr (kSums) StoreSums(t, arrays, slab, tile, column, row_lane, totals);
 }
 
+template <typename T, int kUnit, HeadsWork kWork>
+__global__ void __launch_bounds__(kHeadsThreads)
+    HeadsKernel(const HeadsTiles t, const HeadsArrays arrays) {
+  MoveRows<T, kUnit, kWork>(t, arrays);
+}
+
+// Arithmetic on units of an element.
+template <HeadsWork kWork>
+struct ElementRows {
+  template <typename T>
+  static __device__ __forceinline__ void Run(const HeadsTiles& t, const HeadsArrays& arrays) {
+    MoveRows<T, sizeof(T), kWork>(t, arrays);
+  }
+};
+
 // -------------------------------------------------------------------------------------------------
 // Launches
 
 using Kernel = void (*)(HeadsTiles, HeadsArrays);
 
-// The kernel for a unit of at most kUnit bytes.
-template <HeadsWork kWork, int kUnit = 16>
-Kernel FindKernel(int unit, DType dtype) {
+// The kernel that moves units of at most kUnit bytes.
+template <int kUnit = 16>
+Kernel MoveKernel(int unit) {
   if constexpr (kUnit > 1) {
-    if (unit < kUnit) return FindKernel<kWork, kUnit / 2>(unit, dtype);
+    if (unit < kUnit) return MoveKernel<kUnit / 2>(unit);
   }
-  if constexpr (kWork == HeadsWork::kMove) {
-    return KernelOf<Heads, HeadsKernel<Word<kUnit>, kUnit, kWork>>();
-  } else {
-    return ForDType(dtype, []<typename T>(TypeTag<T>) -> Kernel {
-      if constexpr (kUnit == sizeof(T) || (kUnit == 16 && sizeof(T) < 8)) {
-        return KernelOf<Heads, HeadsKernel<T, kUnit, kWork>>();
-      } else {
-        return nullptr;  // no plan has it
-      }
-    });
-  }
+  return KernelOf<Heads, HeadsKernel<Word<kUnit>, kUnit, HeadsWork::kMove>>();
 }
 
 // `call` has no alignments yet.
@@ -237,8 +241,19 @@ cudaError_t Run(HeadsCall call, DType dtype, const void* x, const void* const* y
   if (!plan.valid) return cudaErrorInvalidConfiguration;
   const dim3 grid(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.batch_slabs),
                   static_cast<unsigned>(plan.run_slabs));
-  return Launch(FindKernel<kWork>(plan.unit, dtype), {.grid = grid, .block = dim3(kHeadsThreads)},
-                stream, plan.tiles, arrays);
+  const LaunchConfig config = {.grid = grid, .block = dim3(kHeadsThreads)};
+  if constexpr (kWork == HeadsWork::kMove) {
+    return Launch(MoveKernel(plan.unit), config, stream, plan.tiles, arrays);
+  } else {
+    return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
+      if constexpr (sizeof(T) < 8) {
+        const Kernel kernel = KernelOf<Heads, HeadsKernel<T, 16, kWork>>();
+        if (plan.unit == 16) return Launch(kernel, config, stream, plan.tiles, arrays);
+      }
+      return LaunchAnyType<Heads, ElementRows<kWork>, kHeadsThreads>(dtype, config, stream,
+                                                                     plan.tiles, arrays);
+    });
+  }
 }
 
 }  // namespace
