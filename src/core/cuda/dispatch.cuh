@@ -44,29 +44,56 @@ auto ForDType(DType dtype, const Visit& visit) {
   }
 }
 
+// The parameters of a kernel as one. With a pack of them, GCC does not find the kernel's type.
+template <typename... Params>
+struct Arguments {
+  template <typename Visit, typename... Before>
+  __device__ __forceinline__ void Apply(const Visit& visit, const Before&... before) const {
+    visit(before...);
+  }
+};
+template <typename First, typename... Rest>
+struct Arguments<First, Rest...> {
+  First first;
+  Arguments<Rest...> rest;
+
+  template <typename Visit, typename... Before>
+  __device__ __forceinline__ void Apply(const Visit& visit, const Before&... before) const {
+    rest.Apply(visit, before..., first);
+  }
+};
+inline Arguments<> Together() { return {}; }
+template <typename First, typename... Rest>
+Arguments<First, Rest...> Together(const First& first, const Rest&... rest) {
+  return {first, Together(rest...)};
+}
+
 // For calls that are rare: Body::Run<T>(params...), by one kernel for float64, which takes the most
 // registers, and one for all other types.
-template <typename Body, int kThreads, bool kDouble, typename... Params>
+template <typename Body, int kThreads, bool kDouble, typename Params>
 __global__ void __launch_bounds__(kThreads)
-    AnyTypeKernel(DType dtype, const __grid_constant__ Params... params) {
-  if constexpr (kDouble) {
-    Body::template Run<double>(params...);
-  } else if (dtype == DType::kF32) {
-    Body::template Run<float>(params...);
-  } else if (dtype == DType::kBF16) {
-    Body::template Run<__nv_bfloat16>(params...);
-  } else {
-    Body::template Run<__half>(params...);
-  }
+    AnyTypeKernel(DType dtype, const __grid_constant__ Params params) {
+  params.Apply([&](const auto&... each) {
+    if constexpr (kDouble) {
+      Body::template Run<double>(each...);
+    } else if (dtype == DType::kF32) {
+      Body::template Run<float>(each...);
+    } else if (dtype == DType::kBF16) {
+      Body::template Run<__nv_bfloat16>(each...);
+    } else {
+      Body::template Run<__half>(each...);
+    }
+  });
 }
 
 template <typename Family, typename Body, int kThreads, typename... Params>
 cudaError_t LaunchAnyType(DType dtype, const LaunchConfig& config, cudaStream_t stream,
                           const Params&... params) {
+  using All = Arguments<Params...>;
   const auto kernel = dtype == DType::kF64
-                          ? KernelOf<Family, AnyTypeKernel<Body, kThreads, true, Params...>>()
-                          : KernelOf<Family, AnyTypeKernel<Body, kThreads, false, Params...>>();
-  return Launch(kernel, config, stream, dtype, params...);
+                          ? KernelOf<Family, AnyTypeKernel<Body, kThreads, true, All>>()
+                          : KernelOf<Family, AnyTypeKernel<Body, kThreads, false, All>>();
+  return Launch(kernel, config, stream, dtype, Together(params...));
 }
 
 // In blocks of kThreads threads.
