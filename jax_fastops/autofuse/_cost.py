@@ -18,18 +18,14 @@ gradient, a reduction for each broadcast, and a broadcast for each reduction.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
-
-import jax.numpy as jnp
 
 from jax_fastops.autofuse._regions import PRODUCTS, Region, is_local
 from jax_fastops.autofuse._rule import Rewrite
 from jax_fastops.autofuse._value import REDUCTIONS, VIEWS, Node, Value
 
 _SHORT_ROW = 8192  # elements up to which XLA holds a row in one block
-# Bytes of a group that the kernel of group norm keeps, and of neighboring channels that it reads.
-_ON_CHIP, _SECTORS = 3 << 20, 128
+_CACHE = 32 << 20  # bytes of a sample that stay in the L2 cache
 _SAME = VIEWS - {"convert_element_type", "bitcast_convert_type", "rev", "slice"}
 _NOT_MODELED = PRODUCTS | {"custom_vjp_call", "custom_vjp_call_jaxpr", "custom_jvp_call"}
 _PARTS = {"concatenate", "pad", "split"}  # of larger arrays: no broadcasts
@@ -240,14 +236,11 @@ def _is_same(node: Node) -> bool:
 
 
 def _reads_twice(call: Rewrite, arrays: int) -> bool:
-    """Whether a kernel of a norm reads its arrays for the statistics and again for the result."""
+    """Whether the kernel of a norm reads its arrays from memory twice: statistics, result."""
     if "group_norm" not in call.name:
         return "batch_norm" in call.name
-    x, options = call.operands["x"][1], dict(call.call.options)
-    axis, item = options["axis"], jnp.dtype(x.dtype).itemsize
-    before, after = math.prod(x.sizes[1:axis]), math.prod(x.sizes[axis + 1 :])
-    row = x.sizes[axis] // options["num_groups"] * after * item
-    return before * max(row, _SECTORS if after == 1 else 0) * arrays > _ON_CHIP
+    x, read = call.operands["x"]
+    return _size(x) // read.sizes[0] * arrays > _CACHE
 
 
 def _kind(node: Node) -> str:
