@@ -163,6 +163,8 @@ class _Model:
             reads = self._list(item.inputs)
             if item.name == "gather":  # an element for each index
                 reads = reads[1:]
+            if item.name == "scatter-add":
+                reads *= _scatter_reads(item.outputs[0])
             if not _is_same(item):
                 row = item.inputs[0].size // max(1, item.outputs[0].size) if item.inputs else 0
                 self._steps.append(_Step(_kind(item), reads, self._list(item.outputs), row=row))
@@ -202,6 +204,7 @@ class _Model:
                 reads += self._list(others)
             if item.name == "gather":  # a scatter
                 kind = "wall"
+                reads *= _scatter_reads(v)
             elif v.size < item.outputs[0].size and item.name not in _PARTS:
                 kind = _summed(item, v)
             self._steps.append(_Step(kind, reads, [new], True))
@@ -217,6 +220,8 @@ class _Model:
             kept = [_Array(root.size // 8)]  # bits
         elif call.name.endswith("dropout"):
             kept = []
+        elif call.name == "take":
+            kept = kept[1:] + cotangents  # ids are sorted before
         if not ("add + " in call.name or len(call.results) > 1):
             shared = shared[:0]
         reads = cotangents + kept
@@ -227,6 +232,14 @@ class _Model:
         self._steps.append(_Step("wall", reads, list(dict.fromkeys(new.values())), True))
         for v, array in new.items():
             self._gradients.setdefault(v, []).append(array)
+
+
+def _scatter_reads(sums: Value) -> int:
+    """How often a scatter that adds might as well read its operand.
+
+    Measured on one H200: XLA's takes 15 times as long as a copy in 16 bits, and 2.3 times in float32.
+    """
+    return 8 if getattr(sums.dtype, "itemsize", 8) == 2 else 2
 
 
 def _is_same(node: Node) -> bool:
