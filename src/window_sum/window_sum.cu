@@ -65,15 +65,15 @@ cudaError_t LaunchTree(const WindowSumPlan& plan, const Arrays& a, DType dtype, 
   char* to = static_cast<char*>(workspace);
   for (int level = 1; level <= plan.tree.levels; ++level) {
     const int64_t nodes = a.outer * count[level] * a.inner;
-    const cudaError_t error = LaunchAnyType<WindowSums, TreeLevel, kWindowSumThreads>(
-        level == 1 ? dtype : sums, WindowSumBlocks(nodes), stream, from, static_cast<void*>(to),
-        a.outer, count[level - 1], count[level], a.inner);
+    const TreeLevel next = {from, to, a.outer, count[level - 1], count[level], a.inner};
+    const cudaError_t error = LaunchAnyType<WindowSums, kWindowSumThreads>(
+        level == 1 ? dtype : sums, WindowSumBlocks(nodes), stream, next);
     if (error != cudaSuccess) return error;
     from = to;
     to += nodes * static_cast<int64_t>(DTypeSize(sums));
   }
-  return LaunchAnyType<WindowSums, Tree, kWindowSumThreads>(
-      dtype, plan.blocks, stream, a, plan.tree, static_cast<const void*>(workspace));
+  return LaunchAnyType<WindowSums, kWindowSumThreads>(dtype, plan.blocks, stream,
+                                                      Tree{a, plan.tree, workspace});
 }
 
 template <typename T>
@@ -90,8 +90,8 @@ cudaError_t LaunchPlan(const WindowSumPlan& plan, const Arrays& a, void* workspa
           return Launch(KernelOf<WindowSums, DirectUnitsKernel<T>>(), config, stream, a);
         }
       }
-      return LaunchAnyType<WindowSums, Direct, kWindowSumThreads>(kDTypeOf<T>, plan.blocks, stream,
-                                                                  a);
+      return LaunchAnyType<WindowSums, kWindowSumThreads>(kDTypeOf<T>, plan.blocks, stream,
+                                                          Direct{a});
     case WindowSumKernel::kTree:
       return LaunchTree(plan, a, kDTypeOf<T>, workspace, stream);
     case WindowSumKernel::kColumns:

@@ -44,39 +44,38 @@ auto ForDType(DType dtype, const Visit& visit) {
   }
 }
 
-// For calls that are rare: Body::Run<T>(params...), by one kernel for float64, which takes the most
+// For calls that are rare: work.Run<T>(), by one kernel for float64, which takes the most
 // registers, and one for all other types.
-template <typename Body, int kThreads, bool kDouble, typename... Params>
+template <typename Work, int kThreads, bool kDouble>
 __global__ void __launch_bounds__(kThreads)
-    AnyTypeKernel(DType dtype, const __grid_constant__ Params... params) {
+    AnyTypeKernel(DType dtype, const __grid_constant__ Work work) {
   if constexpr (kDouble) {
-    Body::template Run<double>(params...);
+    work.template Run<double>();
   } else if (dtype == DType::kF32) {
-    Body::template Run<float>(params...);
+    work.template Run<float>();
   } else if (dtype == DType::kBF16) {
-    Body::template Run<__nv_bfloat16>(params...);
+    work.template Run<__nv_bfloat16>();
   } else {
-    Body::template Run<__half>(params...);
+    work.template Run<__half>();
   }
 }
 
-template <typename Family, typename Body, int kThreads, typename... Params>
+template <typename Family, int kThreads, typename Work>
 cudaError_t LaunchAnyType(DType dtype, const LaunchConfig& config, cudaStream_t stream,
-                          const Params&... params) {
+                          const Work& work) {
   const auto kernel = dtype == DType::kF64
-                          ? KernelOf<Family, AnyTypeKernel<Body, kThreads, true, Params...>>()
-                          : KernelOf<Family, AnyTypeKernel<Body, kThreads, false, Params...>>();
-  return Launch(kernel, config, stream, dtype, params...);
+                          ? KernelOf<Family, AnyTypeKernel<Work, kThreads, true>>()
+                          : KernelOf<Family, AnyTypeKernel<Work, kThreads, false>>();
+  return Launch(kernel, config, stream, dtype, work);
 }
 
 // In blocks of kThreads threads.
-template <typename Family, typename Body, int kThreads, typename... Params>
-cudaError_t LaunchAnyType(DType dtype, int64_t blocks, cudaStream_t stream,
-                          const Params&... params) {
+template <typename Family, int kThreads, typename Work>
+cudaError_t LaunchAnyType(DType dtype, int64_t blocks, cudaStream_t stream, const Work& work) {
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   const dim3 grid(static_cast<unsigned>(blocks));
-  return LaunchAnyType<Family, Body, kThreads>(
-      dtype, LaunchConfig{.grid = grid, .block = dim3(kThreads)}, stream, params...);
+  return LaunchAnyType<Family, kThreads>(dtype, LaunchConfig{.grid = grid, .block = dim3(kThreads)},
+                                         stream, work);
 }
 
 }  // namespace jax_fastops::cuda

@@ -89,9 +89,12 @@ __global__ void __launch_bounds__(kElementsThreads)
 }
 
 // Single elements.
+template <typename F>
 struct FlatElements {
-  template <typename T, typename F>
-  static __device__ __forceinline__ void Run(const FlatParams<F>& p) {
+  FlatParams<F> p;
+
+  template <typename T>
+  __device__ __forceinline__ void Run() const {
     FlatLoop<F, T, sizeof(T)>(p);
   }
 };
@@ -130,7 +133,7 @@ cudaError_t PitchedElements(const F& f, int64_t rows, int64_t n, int64_t pitch, 
       const dim3 grid(static_cast<unsigned>(blocks));
       cudaError_t error;
       if (!aligned) {
-        error = LaunchAnyType<Family, FlatElements, kElementsThreads>(dtype, blocks, stream, p);
+        error = LaunchAnyType<Family, kElementsThreads>(dtype, blocks, stream, FlatElements<F>{p});
       } else if constexpr (sizeof(T) < 8) {
         error = Launch(KernelOf<Family, FlatKernel<F, T>>(),
                        {.grid = grid, .block = dim3(kElementsThreads)}, stream, p);
