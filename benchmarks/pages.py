@@ -24,6 +24,7 @@ from benchmarks.tables import (
     one_line_table,
     others_summary,
     others_table,
+    packing_table,
     table,
 )
 
@@ -38,6 +39,16 @@ GUIDES = {
         job_table,
         "The table has the time of a token of a Llama-type model with 8 layers, 2048 wide"
         " (`python -m benchmarks decoding`).",
+    ),
+    "packing": (
+        packing_table,
+        "The table has a training step of BERT-base with dropout, on sentences of 128 to 384 tokens"
+        " (`python -m benchmarks packing`).",
+    ),
+    "packing-decoder": (
+        packing_table,
+        "The table has a training step of a Llama-type model with 8 layers, 2048 wide, on documents"
+        " of 128 to 896 tokens (`python -m benchmarks packing --model decoder`).",
     ),
 }
 CUT = 4.0  # floors: longer bars are cut

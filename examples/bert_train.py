@@ -4,8 +4,8 @@
     python examples/bert_train.py --checkpoint /tmp/bert
 
 The model reads bytes, some of them hidden, and learns to predict the hidden ones
-(``masked_text.py``). ``training.py`` has the loop, and describes devices, processes and
-checkpoints.
+(``masked_text.py``). Texts that are shorter than ``--length`` share rows, and none sees another
+one. ``training.py`` has the loop, and describes devices, processes and checkpoints.
 """
 
 import argparse
@@ -46,7 +46,8 @@ def init(key: jax.Array, config: bert.Config) -> dict:
 
 
 def loss(params, batch: masked_text.Batch, key, config: bert.Config, ops: bert.Ops) -> jax.Array:
-    hidden, _ = bert.apply(params, batch.tokens, config, mask=batch.inside, key=key, ops=ops)
+    ids = batch.segment_ids
+    hidden, _ = bert.apply(params, batch.tokens, config, segment_ids=ids, key=key, ops=ops)
     return bert.masked_lm_loss(params, hidden, batch.targets, config, where=batch.chosen, ops=ops)
 
 
