@@ -497,10 +497,8 @@ cudaError_t LaunchRotary(DType dtype, bool units, int64_t blocks, const Tiles& t
   constexpr int kThreads = kWarps * kWarpSize;
   return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
     if constexpr (sizeof(T) < 8) {
-      const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(blocks)),
-                                   .block = dim3(kThreads)};
       const auto kernel = KernelOf<Rotary, RotaryKernel<T, kSums>>();
-      if (units) return Launch(kernel, config, stream, t, arrays);
+      if (units) return Launch(kernel, Grid(blocks, kThreads), stream, t, arrays);
     }
     return LaunchAnyType<Rotary, kThreads>(dtype, blocks, stream, RotaryElements<kSums>{t, arrays});
   });

@@ -41,15 +41,6 @@ struct Launcher {
   int unit;
   cudaStream_t stream;
 
-  template <typename... Params, typename... Arguments>
-  cudaError_t Run(void (*kernel)(Params...), int64_t blocks, int threads,
-                  const Arguments&... arguments) const {
-    if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-    const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(blocks)),
-                                 .block = dim3(static_cast<unsigned>(threads))};
-    return Launch(kernel, config, stream, arguments...);
-  }
-
   cudaError_t operator()(const CopyPlan&) const {
     return cudaMemcpyAsync(y, x, bytes, cudaMemcpyDeviceToDevice, stream);
   }
@@ -71,7 +62,7 @@ struct Launcher {
   cudaError_t operator()(const UnitsPlan<Index>& plan) const {
     const auto kernel =
         plan.rows ? KernelOf<Family, ByteRowsKernel<Index>>() : UnitsKernelOf<Index>(unit);
-    return Run(kernel, plan.blocks, kUnitsThreads, x, y, plan);
+    return Launch(kernel, Grid(plan.blocks, kUnitsThreads), stream, x, y, plan);
   }
 
   template <int kElement>
@@ -87,7 +78,7 @@ struct Launcher {
                         : unit == 4 ? TileKernelOf<4>(plan)
                         : unit == 8 ? KernelOf<Family, TileKernel<8, false, false>>()
                                     : KernelOf<Family, TileKernel<16, true, true>>();
-    return Run(kernel, plan.blocks, kTileThreads, x, x + bytes, y, plan);
+    return Launch(kernel, Grid(plan.blocks, kTileThreads), stream, x, x + bytes, y, plan);
   }
 };
 

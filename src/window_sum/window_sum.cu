@@ -28,12 +28,6 @@ int ShiftOf(const void* address) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16);
 }
 
-LaunchConfig ConfigOf(int64_t blocks, int64_t shared = 0) {
-  return {.grid = dim3(static_cast<unsigned>(blocks)),
-          .block = dim3(kWindowSumThreads),
-          .shared = static_cast<size_t>(shared)};
-}
-
 // float64 has one kernel of each kind, and none of columns.
 template <typename T>
 auto ColumnsOf(int unit, bool shifted) {
@@ -79,7 +73,7 @@ cudaError_t LaunchTree(const WindowSumPlan& plan, const Arrays& a, DType dtype, 
 template <typename T>
 cudaError_t LaunchPlan(const WindowSumPlan& plan, const Arrays& a, void* workspace,
                        cudaStream_t stream) {
-  const LaunchConfig config = ConfigOf(plan.blocks, plan.shared);
+  const LaunchConfig config = Grid(plan.blocks, kWindowSumThreads, plan.shared);
   switch (plan.kernel) {
     case WindowSumKernel::kCopy:
       return cudaMemcpyAsync(a.y, a.x, static_cast<size_t>(a.outer * a.m * a.inner) * sizeof(T),

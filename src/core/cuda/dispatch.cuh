@@ -72,10 +72,7 @@ cudaError_t LaunchAnyType(DType dtype, const LaunchConfig& config, cudaStream_t 
 // In blocks of kThreads threads.
 template <typename Family, int kThreads, typename Work>
 cudaError_t LaunchAnyType(DType dtype, int64_t blocks, cudaStream_t stream, const Work& work) {
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  const dim3 grid(static_cast<unsigned>(blocks));
-  return LaunchAnyType<Family, kThreads>(dtype, LaunchConfig{.grid = grid, .block = dim3(kThreads)},
-                                         stream, work);
+  return LaunchAnyType<Family, kThreads>(dtype, Grid(blocks, kThreads), stream, work);
 }
 
 }  // namespace jax_fastops::cuda

@@ -562,9 +562,7 @@ cudaError_t LaunchElements(const F& f, const BroadcastShape& given, const Operan
     return LaunchAnyType<typename F::Family, kElementsThreads>(kDTypeOf<T>, blocks, stream,
                                                                SingleElements<F>{p});
   }
-  return Launch(choice.kernel,
-                {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kElementsThreads)},
-                stream, p);
+  return Launch(choice.kernel, Grid(blocks, kElementsThreads), stream, p);
 }
 
 // Arrays of `shape`: the inputs.
