@@ -1,7 +1,7 @@
 """Group norm, of a sum with a residual, followed by an activation.
 
-Each direction reads its arrays twice, the second time from a GPU's L2 cache if some samples fit into
-it. The backward sums the gradients of the parameters in the
+Each direction reads its arrays once if the elements of some groups of a sample fit on a cluster of
+a GPU's processors, and otherwise twice. The backward sums the gradients of the parameters in the
 same pass. The residuals are the input, and the mean and the reciprocal standard deviation of each
 group.
 """
@@ -126,9 +126,9 @@ def _pushforward(residuals, tangents, **options):
 
 
 def _workspace(x, values: int) -> int:
-    """The elements of a workspace: ``values`` for each part of a sample, and those of 3 parts more."""
+    """The elements of a workspace with ``values`` for each sample and part of its positions."""
     positions = x.shape[-4] * x.shape[-1]
-    return values * (3 + max(1, min(1024, positions // 32)))
+    return values * max(1, min(512, positions // 64))
 
 
 def _forward(x, residual, scale, bias, *, eps, activation, save=False):
@@ -160,7 +160,7 @@ def _backward(residuals, cts, needs_grad, *, eps, activation):
         bias=bias,
         dscale=bool(needs_grad[2]),
         dbias=bool(needs_grad[3]),
-        w=_workspace(s, 2 * s.shape[-3] * (1 + s.shape[-2])),
+        w=_workspace(s, 2 * s.shape[-3] * s.shape[-2]),
         activation=activation or "none",
     )
     sums = (

@@ -122,7 +122,7 @@ KEPT = {
     ),
     "transpose/*.cuh": (
         ("barrier", "vector type"),
-        "it moves bytes: tiles in shared memory are all that it does",
+        "it moves bytes: tiles and boxes in shared memory are all that it does",
     ),
     "window_sum/*.cuh": (
         ("shuffle", "barrier", "vector type"),

@@ -21,7 +21,6 @@
 #include "batch_norm/geometry.cuh"
 #include "batch_norm/units.cuh"
 #include "core/cuda/async_copy.cuh"
-#include "core/cuda/counters.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/vec.cuh"
 
@@ -59,6 +58,20 @@ struct GridParams {
 // Copy steps in flight.
 template <typename Config>
 inline constexpr int kRingAhead = Config::kBlocks > 2 ? 2 : 3;
+
+__device__ __forceinline__ void CountRelease(uint32_t* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(counter))
+               : "memory");
+}
+
+__device__ __forceinline__ uint32_t ReadAcquire(const uint32_t* counter) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(__cvta_generic_to_global(counter))
+               : "memory");
+  return value;
+}
 
 // Stores units of two words, which are adjacent between neighboring lanes. All lanes of the warp
 // must call it. Each pair of lanes exchanges a word, so that each of the two store instructions

@@ -1,7 +1,8 @@
-// Group norm, forward and backward: a kernel for each, of jobs in two phases (core/cuda/jobs.cuh).
-// A job is a set of groups of a sample (group_norm/plan.h). The first phase sums the elements of
-// its parts, and the second one, which finds the elements in the L2 cache, writes the results.
-// Until a result is known, its place has what the second phase reads: x + residual, or g.
+// Group norm, forward and backward: a kernel for each, which has two halves. The first half sums
+// the elements, the second one writes the results. group_norm/plan.h says how blocks divide an
+// array, and whether the elements are in shared memory (kKeeps), or are read again by a launch for
+// the second half. Asynchronous copies fill the shared memory, so that all loads of a block are
+// under way at once.
 //
 // Statistics. The sum of squares minus the square of the sum cancels if the mean is large. So each
 // thread sums deviations from the first value that it has of a channel. Because that value is one
@@ -11,7 +12,8 @@
 //
 // Backward, with g = dy * activation'(z) and the sums s1 = sum(g), s2 = sum(g * xhat) of each
 // channel: dbias = s1, dscale = s2, and with the averages c1, c2 of scale * s1, scale * s2 over the
-// elements of the group, dx = rstd * (g * scale - c1 - xhat * c2).
+// elements of the group, dx = rstd * (g * scale - c1 - xhat * c2). What is kept is g rounded to the
+// type of x, because computing it again would take longer than memory does.
 #include "group_norm/group_norm.h"
 
 #include <cstdint>
@@ -20,7 +22,6 @@
 #include "core/cuda/dependent.cuh"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/group.cuh"
-#include "core/cuda/jobs.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/math.cuh"
 #include "core/cuda/partial_sums.cuh"
@@ -36,12 +37,15 @@ namespace {
 
 using namespace group_norm;  // NOLINT: this file is a part of it
 
+// What a launch does. With kKeeps, it does both.
+enum class Half { kSums, kResults };
+
 template <typename Call>
 struct Params {
   Call call;
   Plan plan;
   SharedLayout shared;
-  Jobs jobs;
+  Half half;
 };
 
 // What a block has in shared memory.
@@ -49,72 +53,58 @@ template <typename Tile, typename Sums>
 struct Shared {
   using A = typename Tile::A;
 
-  Sums* sums;     // two of each group, or of each channel
-  A* statistics;  // two of each group
-  A *base, *table;
+  Sums *sums, *totals;  // two of each group, or of each channel
+  A *statistics, *base, *table;
+  char* kept;  // of this thread
 
   __device__ __forceinline__ explicit Shared(const SharedLayout& at) {
     extern __shared__ __align__(16) char memory[];
     sums = reinterpret_cast<Sums*>(memory + at.sums);
+    totals = reinterpret_cast<Sums*>(memory + at.totals);
     statistics = reinterpret_cast<A*>(memory + at.statistics);
     base = reinterpret_cast<A*>(memory + at.base);
     table = reinterpret_cast<A*>(memory + at.table);
+    kept = memory + at.kept + threadIdx.x * (Tile::kStride / kThreads);
   }
 };
 
 template <typename V>
 using Scratch = V[2][kThreads / kWarpSize];
 
-// A sample's workspace: two sums of each group and, in the backward, of each channel in each part;
-// a counter of each set; and, in that of the first sample, one of all jobs.
+// The sums of the first part in the workspace. The next part has its sums 2 * `all` numbers later.
 template <typename V, typename A>
-struct Workspace {
-  A* begin;
-  const Plan& plan;
-  int row;  // sums of a part
+__device__ __forceinline__ V* StoredSums(const GroupNormCall& call, int64_t sample, int first) {
+  return reinterpret_cast<V*>(static_cast<A*>(call.workspace) + sample * call.workspace_size) +
+         2 * first;
+}
 
-  __device__ __forceinline__ Workspace(const GroupNormCall& call, const Plan& plan, int results,
-                                       int64_t sample)
-      : begin(static_cast<A*>(call.workspace) + sample * call.workspace_size),
-        plan(plan),
-        row(2 * results) {}
+// Stores the sums of a part.
+template <typename V>
+__device__ __forceinline__ void StoreSums(const V* sums, int results, V* to) {
+  for (int i = static_cast<int>(threadIdx.x); i < 2 * results; i += kThreads) to[i] = sums[i];
+}
 
-  __device__ __forceinline__ V* OfGroup(int part, int group) const {
-    return reinterpret_cast<V*>(begin) + int64_t{part} * row + 2 * group;
+// Adds up the sums of the parts: of the blocks of the cluster, or those in the workspace, `stride`
+// apart. Calls write(result, sums). With kKeeps, AwaitCluster must follow.
+template <bool kKeeps, typename V, typename Write>
+__device__ __forceinline__ void TotalParts(int results, int parts, const V* sums, const V* stored,
+                                           int64_t stride, Scratch<V>& scratch,
+                                           const Write& write) {
+  if constexpr (kKeeps) {
+    ArriveAtCluster();
+    AwaitCluster();
   }
-  __device__ __forceinline__ V* OfChannel(int part, int channel) const {
-    return OfGroup(part, plan.groups + channel);
-  }
-  __device__ __forceinline__ uint32_t* CounterOf(int set) const {
-    return reinterpret_cast<uint32_t*>(OfGroup(plan.parts, 0)) + set;
-  }
-};
-
-// Adds up the sums of all parts; sums_of(result, part) is their place. Calls write(result, sums).
-template <typename V, typename SumsOf, typename Write>
-__device__ __forceinline__ void TotalParts(int results, int parts, Scratch<V>& scratch,
-                                           const SumsOf& sums_of, const Write& write) {
   SumTerms<kThreads>(
       results, parts, scratch,
       [&](int result, int part, V(&values)[2]) {
-        const V* const sums = sums_of(result, part);
-        values[0] = __ldcg(sums), values[1] = __ldcg(sums + 1);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int at = 2 * result + i;
+          values[i] = kKeeps ? FromBlock(sums + at, part) : __ldcg(stored + part * stride + at);
+        }
       },
       write);
-}
-
-// Runs the jobs of a launch. workspace_of(sample) is their workspace.
-template <typename Call, typename WorkspaceOf, typename First, typename Second>
-__device__ __forceinline__ void RunAll(const Params<Call>& p, const WorkspaceOf& workspace_of,
-                                       const First& first, const Second& second) {
-  LetDependentsStart();
-  AwaitPredecessors();
-  const int sets = p.plan.sets;
-  const auto counter_of = [&](uint32_t job) {
-    const uint32_t sample = job / sets;
-    return workspace_of(sample).CounterOf(static_cast<int>(job - sample * sets));
-  };
-  RunJobs(p.jobs, workspace_of(0).CounterOf(sets), counter_of, first, second);
+  if constexpr (kKeeps) ArriveAtCluster();  // this block has read what the others have
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -199,17 +189,14 @@ __device__ __forceinline__ void SumDeviations(const Tile& tile, const Shared<Til
 }
 
 // Sets the mean and the reciprocal deviation of each group.
-template <typename Tile>
+template <bool kKeeps, typename Tile>
 __device__ __forceinline__ void FindStatistics(const GroupNormForwardCall& call, const Tile& tile,
                                                const Shared<Tile, double>& shared,
-                                               const Workspace<double, typename Tile::A>& workspace,
-                                               Scratch<double>& scratch) {
-  using T = typename Tile::Element;
+                                               const double* stored, Scratch<double>& scratch) {
   using A = typename Tile::A;
   const Plan& plan = tile.plan;
-  TotalParts(
-      tile.groups, plan.parts, scratch,
-      [&](int group, int part) { return workspace.OfGroup(part, tile.first_group + group); },
+  TotalParts<kKeeps>(
+      tile.groups, plan.parts, shared.sums, stored, int64_t{2} * plan.groups, scratch,
       [&](int group, const double (&total)[2]) {
         const double n =
             static_cast<double>(plan.group_channels) * static_cast<double>(plan.positions);
@@ -217,8 +204,7 @@ __device__ __forceinline__ void FindStatistics(const GroupNormForwardCall& call,
         double variance = Without(total[1] / n, mean, mean);
         if (isinf(static_cast<A>(variance))) variance = INFINITY;  // as in the reference
         const A rstd = static_cast<A>(1 / sqrt((variance < 0 ? 0 : variance) + call.eps));
-        const A base = BaseOf<T>(call, tile, group);
-        const A shifted = static_cast<A>(static_cast<double>(base) + mean);
+        const A shifted = static_cast<A>(static_cast<double>(shared.base[group]) + mean);
         shared.statistics[2 * group] = shifted;
         shared.statistics[2 * group + 1] = rstd;
         const int64_t at = tile.sample * plan.groups + tile.first_group + group;
@@ -228,89 +214,120 @@ __device__ __forceinline__ void FindStatistics(const GroupNormForwardCall& call,
       });
 }
 
-template <typename T, int kBytes, bool kLast>
-__global__ void __launch_bounds__(kThreads, kResident)
+template <typename T, int kBytes, bool kLast, bool kKeeps>
+__global__ void __launch_bounds__(kThreads, kKeeps ? kForwardBlocks : kBackwardBlocks)
     ForwardKernel(const __grid_constant__ Params<GroupNormForwardCall> p) {
   using Tile = group_norm::Tile<T, kBytes, kLast>;
   using A = typename Tile::A;
   using V = typename Tile::V;
-  constexpr int kSize = Tile::kSize, kChannels = Tile::kChannels;
+  constexpr int kSize = Tile::kSize, kChannels = Tile::kChannels, kStride = Tile::kStride;
+  constexpr int kBatch = kKeeps ? 2 : kBytes == 16 ? 4 : 8;
   __shared__ Scratch<double> scratch;
 
+  LetDependentsStart();
+  AwaitPredecessors();
   const GroupNormForwardCall& call = p.call;
   const Plan& plan = p.plan;
+  const bool both = kKeeps, results = p.half == Half::kResults;
+  // The second launch begins with what the first one read last.
+  const Tile tile(plan, !both && results ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   const Shared<Tile, double> shared(p.shared);
   const T *const x = static_cast<const T*>(call.x), *const r = static_cast<const T*>(call.residual);
-  T* const y = static_cast<T*>(call.y);
-  // Where x + residual is for the second phase.
-  T* const sum = call.sum == nullptr ? y : static_cast<T*>(call.sum);
+  T *const sum = static_cast<T*>(call.sum), *const y = static_cast<T*>(call.y);
+  const int step = r == nullptr ? kStride : 2 * kStride;
+  char* next = shared.kept;
 
-  const auto workspace_of = [&](int64_t sample) {
-    return Workspace<double, A>(call, plan, plan.groups, sample);
-  };
-  const auto sum_part = [&](uint32_t job, uint32_t part) {
-    const Tile tile(plan, job, part);
-    for (int group = static_cast<int>(threadIdx.x); group < tile.groups; group += kThreads) {
-      shared.base[group] = BaseOf<T>(call, tile, group);
-    }
+  if constexpr (kKeeps) {
     if (r == nullptr) {
-      SumDeviations<4>(
-          tile, shared, scratch, [&](int64_t at) { return LoadUnit<T, kBytes>(x + at); },
-          [](const V& loaded, int64_t) { return loaded; });
+      tile.Keep({x}, next);
     } else {
-      struct Both {
-        V x, residual;
+      tile.Keep({x, r}, next);
+    }
+  }
+  for (int group = static_cast<int>(threadIdx.x); group < tile.groups; group += kThreads) {
+    const int64_t at = tile.BaseOf(group);
+    const A first = ToCompute(x[at]) + (r == nullptr ? A(0) : ToCompute(r[at]));
+    shared.base[group] = first - first == A(0) ? first : A(0);
+  }
+
+  struct Loaded {
+    V x, residual;
+    char* place;
+  };
+  const auto load = [&](int64_t at) {
+    Loaded loaded;
+    if constexpr (kKeeps) {
+      loaded.place = next;
+      loaded.x = V::Load(next);
+      if (r != nullptr) loaded.residual = V::Load(next + kStride);
+      next += step;
+    } else {
+      loaded.x = V::Load(x + at);
+      if (r != nullptr) loaded.residual = V::Load(r + at);
+    }
+    return loaded;
+  };
+  const auto added = [&](const Loaded& loaded) {
+    if (r == nullptr) return loaded.x;
+    A values[kSize], others[kSize];
+    loaded.x.Unpack(values);
+    loaded.residual.Unpack(others);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) values[i] += others[i];
+    return V::Packed(values);
+  };
+
+  double* const stored =
+      kKeeps ? nullptr : StoredSums<double, A>(call, tile.sample, tile.first_group);
+  if (both || !results) {
+    SumDeviations<kBatch>(tile, shared, scratch, load, [&](const Loaded& loaded, int64_t at) {
+      if (r == nullptr) return loaded.x;
+      const V s = added(loaded);
+      if (sum != nullptr) StoreUnit(s, sum + at);
+      if constexpr (kKeeps) s.Store(loaded.place);
+      return s;
+    });
+    if (!both) {
+      return StoreSums(shared.sums, tile.groups, stored + int64_t{2} * plan.groups * tile.part);
+    }
+  }
+  FindStatistics<kKeeps>(call, tile, shared, stored, scratch);
+
+  next = shared.kept;
+  for (int pass = 0; pass < plan.passes; ++pass) {
+    const int slot = pass * plan.width + tile.slot;
+    A mean[kChannels] = {}, factor[kChannels] = {}, bias[kChannels] = {};
+    tile.ForChannels(slot, [&](int i, int channel, int group) {
+      mean[i] = shared.statistics[2 * group];
+      factor[i] = shared.statistics[2 * group + 1] *
+                  ReadParameter<T>(call.scale, tile.first_channel + channel, 1);
+      bias[i] = ReadParameter<T>(call.bias, tile.first_channel + channel, 0);
+    });
+    ForFormula<T>(call, [&](auto formula) {
+      const auto write = [&](const V& s, int64_t at) {
+        A z[kSize];
+        s.Unpack(z);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          const int c = kChannels == 1 ? 0 : i;
+          z[i] = formula.Value(fma(z[i] - mean[c], factor[c], bias[c]));
+        }
+        StoreUnit(V::Packed(z), y + at);
       };
-      SumDeviations<2>(
-          tile, shared, scratch,
-          [&](int64_t at) {
-            return Both{LoadUnit<T, kBytes>(x + at), LoadUnit<T, kBytes>(r + at)};
-          },
-          [&](const Both& loaded, int64_t at) {
-            A values[kSize], others[kSize];
-            loaded.x.Unpack(values);
-            loaded.residual.Unpack(others);
-#pragma unroll
-            for (int i = 0; i < kSize; ++i) values[i] += others[i];
-            const V s = V::Packed(values);
-            StoreUnit(s, sum + at);
-            return s;
-          });
-    }
-    double* const to = workspace_of(tile.sample).OfGroup(tile.part, tile.first_group);
-    for (int i = static_cast<int>(threadIdx.x); i < 2 * tile.groups; i += kThreads) {
-      to[i] = shared.sums[i];
-    }
-  };
-  const T* const from = r == nullptr ? x : sum;
-  const auto write_part = [&](uint32_t job, uint32_t part) {
-    const Tile tile(plan, job, part);
-    FindStatistics(call, tile, shared, workspace_of(tile.sample), scratch);
-    for (int pass = 0; pass < plan.passes; ++pass) {
-      const int slot = pass * plan.width + tile.slot;
-      A mean[kChannels] = {}, factor[kChannels] = {}, bias[kChannels] = {};
-      tile.ForChannels(slot, [&](int i, int channel, int group) {
-        mean[i] = shared.statistics[2 * group];
-        factor[i] = shared.statistics[2 * group + 1] *
-                    ReadParameter<T>(call.scale, tile.first_channel + channel, 1);
-        bias[i] = ReadParameter<T>(call.bias, tile.first_channel + channel, 0);
-      });
-      ForFormula<T>(call, [&](auto formula) {
-        const auto load = [&](int64_t at) { return LoadUnit<T, kBytes>(from + at); };
-        tile.template Sweep<4>(slot, load, [&](const V& loaded, int64_t at) {
-          A z[kSize];
-          loaded.Unpack(z);
-#pragma unroll
-          for (int i = 0; i < kSize; ++i) {
-            const int c = kChannels == 1 ? 0 : i;
-            z[i] = formula.Value(fma(z[i] - mean[c], factor[c], bias[c]));
-          }
-          StoreUnit(V::Packed(z), y + at);
-        });
-      });
-    }
-  };
-  RunAll(p, workspace_of, sum_part, write_part);
+      if constexpr (kKeeps) {
+        const auto reload = [&](int64_t) {
+          const char* const place = next;
+          next += step;
+          return V::Load(place);
+        };
+        tile.template Sweep<2>(slot, reload, write);
+      } else {
+        tile.template Sweep<4>(slot, load,
+                               [&](const Loaded& loaded, int64_t at) { write(added(loaded), at); });
+      }
+    });
+  }
+  if constexpr (kKeeps) AwaitCluster();
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -347,7 +364,7 @@ struct Coefficients {
   }
 };
 
-// The sums of g and of g * (x - mean) of each channel of the set. keep(element, g) may store g.
+// The sums of g and of g * (x - mean) of each channel of the set. keep(loaded, g) may store g.
 template <int kBatch, typename Tile, typename Load, typename Keep>
 __device__ __forceinline__ void SumGradients(const GroupNormBackwardCall& call, const Tile& tile,
                                              const Shared<Tile, typename Tile::A>& shared,
@@ -373,7 +390,7 @@ __device__ __forceinline__ void SumGradients(const GroupNormBackwardCall& call, 
     const Coefficients<Tile> c(call, tile, slot);
     A s1[kSize] = {}, s2[kSize] = {};
     ForFormula<typename Tile::Element>(call, [&](auto formula) {
-      tile.template Sweep<kBatch>(slot, load, [&](const auto& loaded, int64_t at) {
+      tile.template Sweep<kBatch>(slot, load, [&](const auto& loaded, int64_t) {
         A x[kSize], g[kSize];
         loaded.x.Unpack(x);
         loaded.dy.Unpack(g);
@@ -383,7 +400,7 @@ __device__ __forceinline__ void SumGradients(const GroupNormBackwardCall& call, 
           s1[i] += g[i];
           s2[i] = fma(g[i], x[i], s2[i]);
         }
-        keep(at, g);
+        keep(loaded, g);
       });
     });
     if constexpr (Tile::kIsLast) {
@@ -414,221 +431,233 @@ __device__ __forceinline__ void SumGradients(const GroupNormBackwardCall& call, 
   }
 }
 
-// Stores the sums of the channels of a part, and those of scale * g and scale * g * (x - mean) of
-// its groups.
-template <typename Tile>
-__device__ __forceinline__ void StoreSums(
-    const GroupNormBackwardCall& call, const Tile& tile,
-    const Shared<Tile, typename Tile::A>& shared,
-    const Workspace<typename Tile::A, typename Tile::A>& workspace,
-    Scratch<typename Tile::A>& scratch) {
+// Writes the gradients of the parameters, and sets the averages c1 and rstd * c2 of each group.
+template <bool kKeeps, typename Tile>
+__device__ __forceinline__ void FindAverages(const GroupNormBackwardCall& call, const Tile& tile,
+                                             const Shared<Tile, typename Tile::A>& shared,
+                                             const typename Tile::A* stored,
+                                             Scratch<typename Tile::A>& scratch) {
   using A = typename Tile::A;
-  const int size = tile.plan.group_channels;
-  SumTerms<kThreads>(
-      tile.groups, size, scratch,
-      [&](int group, int of, A(&values)[2]) {
-        const int channel = group * size + of;
-        const A scale =
-            ReadParameter<typename Tile::Element>(call.scale, tile.first_channel + channel, 1);
-        values[0] = scale * shared.sums[2 * channel];
-        values[1] = scale * shared.sums[2 * channel + 1];
-      },
-      [&](int group, const A(&found)[2]) {
-        A* const to = workspace.OfGroup(tile.part, tile.first_group + group);
-        to[0] = found[0], to[1] = found[1];
-      });
-  A* const to = workspace.OfChannel(tile.part, tile.first_channel);
-  for (int i = static_cast<int>(threadIdx.x); i < 2 * tile.channels; i += kThreads) {
-    to[i] = shared.sums[i];
-  }
-}
-
-// Writes the gradients of a part of the parameters.
-template <typename Tile>
-__device__ __forceinline__ void WriteGradients(
-    const GroupNormBackwardCall& call, const Tile& tile,
-    const Workspace<typename Tile::A, typename Tile::A>& workspace,
-    Scratch<typename Tile::A>& scratch) {
-  using A = typename Tile::A;
-  if (call.dscale == nullptr && call.dbias == nullptr) return;
   const Plan& plan = tile.plan;
-  const int share = (tile.channels - 1) / plan.parts + 1;
-  const int first = min(tile.part * share, tile.channels);
   const A* const rstd =
       static_cast<const A*>(call.rstd) + tile.sample * plan.groups + tile.first_group;
-  TotalParts(
-      min(share, tile.channels - first), plan.parts, scratch,
-      [&](int of, int part) { return workspace.OfChannel(part, tile.first_channel + first + of); },
-      [&](int of, const A(&total)[2]) {
-        const int channel = first + of;
-        const int64_t at = tile.sample * plan.channels + tile.first_channel + channel;
-        if (call.dbias != nullptr) static_cast<A*>(call.dbias)[at] = total[0];
-        if (call.dscale != nullptr) {
-          static_cast<A*>(call.dscale)[at] = total[1] * rstd[channel / plan.group_channels];
-        }
+  TotalParts<kKeeps>(tile.channels, plan.parts, shared.sums, stored, 2 * plan.channels, scratch,
+                     [&](int channel, const A(&total)[2]) {
+                       const A dscale = total[1] * rstd[channel / plan.group_channels];
+                       shared.totals[2 * channel] = total[0];
+                       shared.totals[2 * channel + 1] = dscale;
+                       const int64_t at =
+                           tile.sample * plan.channels + tile.first_channel + channel;
+                       if (tile.part != 0) return;
+                       if (call.dbias != nullptr) static_cast<A*>(call.dbias)[at] = total[0];
+                       if (call.dscale != nullptr) static_cast<A*>(call.dscale)[at] = dscale;
+                     });
+  SumTerms<kThreads>(
+      tile.groups, plan.group_channels, scratch,
+      [&](int group, int of, A(&values)[2]) {
+        const int channel = group * plan.group_channels + of;
+        const A scale =
+            ReadParameter<typename Tile::Element>(call.scale, tile.first_channel + channel, 1);
+        values[0] = scale * shared.totals[2 * channel];
+        values[1] = scale * shared.totals[2 * channel + 1];
+      },
+      [&](int group, const A(&found)[2]) {
+        const A n = static_cast<A>(plan.group_channels) * static_cast<A>(plan.positions);
+        shared.statistics[2 * group] = found[0] / n;
+        shared.statistics[2 * group + 1] = rstd[group] * (found[1] / n);
       });
 }
 
-template <typename T, int kBytes, bool kLast>
-__global__ void __launch_bounds__(kThreads, kResident)
+template <typename T, int kBytes, bool kLast, bool kKeeps>
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks)
     BackwardKernel(const __grid_constant__ Params<GroupNormBackwardCall> p) {
   using Tile = group_norm::Tile<T, kBytes, kLast>;
   using A = typename Tile::A;
   using V = typename Tile::V;
-  constexpr int kSize = Tile::kSize, kChannels = Tile::kChannels;
+  constexpr int kSize = Tile::kSize, kChannels = Tile::kChannels, kStride = Tile::kStride;
+  constexpr int kBatch = kKeeps ? 2 : kBytes == 16 ? 2 : 4;
   __shared__ Scratch<A> scratch;
 
+  LetDependentsStart();
+  AwaitPredecessors();
   const GroupNormBackwardCall& call = p.call;
   const Plan& plan = p.plan;
-  const int results = plan.groups + static_cast<int>(plan.channels);
+  const bool both = kKeeps, results = p.half == Half::kResults;
+  const Tile tile(plan, !both && results ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   const Shared<Tile, A> shared(p.shared);
   const T *const x = static_cast<const T*>(call.s), *const dy = static_cast<const T*>(call.dy);
   T* const dx = static_cast<T*>(call.dx);
+  char* next = shared.kept;
+  if constexpr (kKeeps) tile.Keep({x, dy}, next);
+
   struct Loaded {
     V x, dy;
+    char* place;
   };
-  const auto load = [x](const T* dy) {
-    return [=](int64_t at) {
-      return Loaded{LoadUnit<T, kBytes>(x + at), LoadUnit<T, kBytes>(dy + at)};
-    };
+  const auto load = [&](int64_t at) {
+    Loaded loaded;
+    if constexpr (kKeeps) {
+      loaded.place = next + kStride;
+      loaded.x = V::Load(next);
+      loaded.dy = V::Load(next + kStride);
+      next += 2 * kStride;
+    } else {
+      loaded.x = V::Load(x + at);
+      loaded.dy = V::Load(dy + at);
+    }
+    return loaded;
   };
 
-  const auto workspace_of = [&](int64_t sample) {
-    return Workspace<A, A>(call, plan, results, sample);
-  };
-  const auto sum_part = [&](uint32_t job, uint32_t part) {
-    const Tile tile(plan, job, part);
-    SumGradients<2>(call, tile, shared, scratch, load(dy), [&](int64_t at, const A(&g)[kSize]) {
-      if (call.active) StoreUnit(V::Packed(g), dx + at);
+  A* const stored = kKeeps ? nullptr : StoredSums<A, A>(call, tile.sample, tile.first_channel);
+  if (both || !results) {
+    SumGradients<kBatch>(call, tile, shared, scratch, load,
+                         [&](const Loaded& loaded, const A(&g)[kSize]) {
+                           if (kKeeps && call.active) V::Packed(g).Store(loaded.place);
+                         });
+    if (!both) {
+      return StoreSums(shared.sums, tile.channels, stored + 2 * plan.channels * tile.part);
+    }
+  }
+  FindAverages<kKeeps>(call, tile, shared, stored, scratch);
+
+  next = shared.kept;
+  const A* const rstd =
+      static_cast<const A*>(call.rstd) + tile.sample * plan.groups + tile.first_group;
+  for (int pass = 0; pass < plan.passes; ++pass) {
+    const int slot = pass * plan.width + tile.slot;
+    const Coefficients<Tile> c(call, tile, slot);
+    // dx = g * factor - (x - mean) * by_x - less
+    A by_x[kChannels] = {}, less[kChannels] = {};
+    tile.ForChannels(slot, [&](int i, int, int group) {
+      by_x[i] = rstd[group] * shared.statistics[2 * group + 1];
+      less[i] = rstd[group] * shared.statistics[2 * group];
     });
-    StoreSums(call, tile, shared, workspace_of(tile.sample), scratch);
-  };
-  const auto write_part = [&](uint32_t job, uint32_t part) {
-    const Tile tile(plan, job, part);
-    const auto workspace = workspace_of(tile.sample);
-    const int64_t first = tile.sample * plan.groups + tile.first_group;
-    const A *const means = static_cast<const A*>(call.mean) + first, *const rstds =
-                                                                         static_cast<const A*>(
-                                                                             call.rstd) +
-                                                                         first;
-    // The averages rstd * c1, and rstd * rstd * c2.
-    TotalParts(
-        tile.groups, plan.parts, scratch,
-        [&](int group, int part) { return workspace.OfGroup(part, tile.first_group + group); },
-        [&](int group, const A(&total)[2]) {
-          const A rstd = rstds[group];
-          const A n = static_cast<A>(plan.group_channels) * static_cast<A>(plan.positions);
-          shared.statistics[2 * group] = rstd * (total[0] / n);
-          shared.statistics[2 * group + 1] = rstd * (rstd * (rstd * total[1] / n));
-        });
-    for (int pass = 0; pass < plan.passes; ++pass) {
-      const int slot = pass * plan.width + tile.slot;
-      // dx = g * factor - (x - mean) * by_x - less
-      A mean[kChannels] = {}, factor[kChannels] = {}, by_x[kChannels] = {}, less[kChannels] = {};
-      tile.ForChannels(slot, [&](int i, int channel, int group) {
-        mean[i] = means[group];
-        factor[i] = rstds[group] * ReadParameter<T>(call.scale, tile.first_channel + channel, 1);
-        less[i] = shared.statistics[2 * group];
-        by_x[i] = shared.statistics[2 * group + 1];
-      });
-      const T* const g = call.active ? dx : dy;
-      tile.template Sweep<2>(slot, load(g), [&](const Loaded& loaded, int64_t at) {
-        A d[kSize], g[kSize];
-        loaded.x.Unpack(d);
-        loaded.dy.Unpack(g);
+    const auto write = [&](const Loaded& loaded, int64_t at, const auto& differentiate) {
+      A d[kSize], g[kSize];
+      loaded.x.Unpack(d);
+      loaded.dy.Unpack(g);
+      differentiate(d, g);
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          const int c = kChannels == 1 ? 0 : i;
-          d[i] = fma(g[i], factor[c], -fma(d[i] - mean[c], by_x[c], less[c]));
-        }
-        StoreUnit(V::Packed(d), dx + at);
+      for (int i = 0; i < kSize; ++i) {
+        const int of = kChannels == 1 ? 0 : i;
+        d[i] = fma(g[i], c.factor[of], -fma(d[i], by_x[of], less[of]));
+      }
+      StoreUnit(V::Packed(d), dx + at);
+    };
+    if constexpr (kKeeps) {  // what is kept is g
+      tile.template Sweep<kBatch>(slot, load, [&](const Loaded& loaded, int64_t at) {
+        write(loaded, at,
+              [&](A(&d)[kSize], A(&g)[kSize]) { c.Differentiate(Identity<T>(), d, g); });
+      });
+    } else {
+      ForFormula<T>(call, [&](auto formula) {
+        tile.template Sweep<kBatch>(slot, load, [&](const Loaded& loaded, int64_t at) {
+          write(loaded, at, [&](A(&d)[kSize], A(&g)[kSize]) { c.Differentiate(formula, d, g); });
+        });
       });
     }
-    WriteGradients(call, tile, workspace, scratch);
-  };
-  RunAll(p, workspace_of, sum_part, write_part);
+  }
+  if constexpr (kKeeps) AwaitCluster();
 }
 
 // -------------------------------------------------------------------------------------------------
 // Launches
 
-template <typename Call, typename T, int kBytes, bool kLast>
-cudaError_t LaunchAll(Params<Call> params, int processors, cudaStream_t stream) {
+cudaError_t GetLimits(Limits* limits) {
+  static PerDevice<Limits> known;
+  return known.Get(limits, [](Limits* found) {
+    Device device;
+    cudaError_t error = CurrentDevice(&device);
+    if (error == cudaSuccess) error = LoadKernels<GroupNormFamily>();
+    if (error != cudaSuccess) return error;
+    found->processors = device.processors;
+    found->shared_per_block = device.shared_per_block - 1024;  // some is not dynamic
+    found->shared_per_processor = device.shared_per_processor;
+    const auto kernel = reinterpret_cast<const void*>(
+        KernelOf<GroupNormFamily, BackwardKernel<float, 4 * kUnit, true, true>>());
+    // Two blocks on a processor, the fewest that a plan has.
+    const LaunchConfig config = {.block = dim3(kThreads),
+                                 .shared = static_cast<size_t>(found->shared_per_block / 2)};
+    found->max_cluster = LargestCluster(kernel, config, kMaxCluster);
+    return cudaSuccess;
+  });
+}
+
+template <typename Call, typename T, int kBytes, bool kLast, bool kKeeps>
+cudaError_t LaunchHalf(Params<Call> params, Half half, int64_t blocks, cudaStream_t stream) {
+  params.half = half;
   void (*kernel)(Params<Call>);
   if constexpr (std::is_same_v<Call, GroupNormForwardCall>) {
-    kernel = KernelOf<GroupNormFamily, ForwardKernel<T, kBytes, kLast>>();
+    kernel = KernelOf<GroupNormFamily, ForwardKernel<T, kBytes, kLast, kKeeps>>();
   } else {
-    kernel = KernelOf<GroupNormFamily, BackwardKernel<T, kBytes, kLast>>();
+    kernel = KernelOf<GroupNormFamily, BackwardKernel<T, kBytes, kLast, kKeeps>>();
   }
-  const Jobs& jobs = params.jobs;
-  LaunchConfig config = {.block = dim3(kThreads),
-                         .shared = static_cast<size_t>(params.shared.bytes),
-                         .cooperative = true};
-  cudaError_t error = cudaErrorCooperativeLaunchTooLarge;
-  // Any number of blocks will do, if the device is shared and has less room than it says.
-  for (uint32_t blocks = std::min<uint32_t>(kResident * processors, jobs.items());
-       error == cudaErrorCooperativeLaunchTooLarge && blocks > 0; blocks /= 2) {
-    config.grid = dim3(blocks);
-    params.jobs.lead = static_cast<uint32_t>(
-        std::min<int64_t>(CeilDiv(blocks + blocks / 4, jobs.parts), jobs.count));
-    error = Launch(kernel, config, stream, params);
-  }
-  return error;
+  const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(blocks)),
+                               .block = dim3(kThreads),
+                               .shared = static_cast<size_t>(params.shared.bytes),
+                               .cluster = kKeeps ? params.plan.parts : 1,
+                               .dependent = true};
+  return Launch(kernel, config, stream, params);
 }
 
 template <typename Call>
 cudaError_t Run(const Call& call, Shape shape, int64_t max_parts, int alignment,
                 cudaStream_t stream) {
   if (call.samples == 0) return cudaSuccess;
-  Device device;
-  const cudaError_t error = CurrentDevice(&device);
+  Limits limits;
+  const cudaError_t error = GetLimits(&limits);
   if (error != cudaSuccess) return error;
-  const Plan plan = MakePlan(shape, alignment, max_parts, device.processors);
-  const int64_t jobs = shape.samples * plan.sets;
-  if (jobs * plan.parts > INT32_MAX) return cudaErrorInvalidConfiguration;
-  const Params<Call> params = {call,
-                               plan,
-                               LayoutOf(plan, shape),
-                               {static_cast<uint32_t>(jobs), static_cast<uint32_t>(plan.parts), 0}};
+  const Plan plan = MakePlan(shape, alignment, max_parts, limits);
+  const int64_t blocks = shape.samples * plan.sets * plan.parts;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  const Params<Call> params = {call, plan, LayoutOf(plan, shape), {}};
   return ForDType(call.dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
-    const auto launch = [&](auto unit) {
+    const auto launch = [&](auto unit, auto last) {
       constexpr int kBytes = decltype(unit)::value;
-      return plan.last ? LaunchAll<Call, T, kBytes, true>(params, device.processors, stream)
-                       : LaunchAll<Call, T, kBytes, false>(params, device.processors, stream);
+      constexpr bool kLast = decltype(last)::value;
+      if (plan.kept_units > 0) {
+        return LaunchHalf<Call, T, kBytes, kLast, true>(params, Half::kSums, blocks, stream);
+      }
+      const cudaError_t error =
+          LaunchHalf<Call, T, kBytes, kLast, false>(params, Half::kSums, blocks, stream);
+      if (error != cudaSuccess) return error;
+      return LaunchHalf<Call, T, kBytes, kLast, false>(params, Half::kResults, blocks, stream);
+    };
+    const auto by_layout = [&](auto unit) {
+      return plan.last ? launch(unit, std::true_type()) : launch(unit, std::false_type());
     };
     constexpr int kItem = static_cast<int>(sizeof(T));
     if constexpr (kItem < 8) {
-      if (plan.unit > 1) return launch(std::integral_constant<int, kUnitBytes>());
+      if (plan.unit > 1) return by_layout(std::integral_constant<int, kUnit * kItem>());
     }
-    return launch(std::integral_constant<int, kItem>());
+    return by_layout(std::integral_constant<int, kItem>());
   });
 }
 
-// The parts for whose sums the workspace of a sample has room; jax_fastops/group_norm.py makes it.
-int64_t MaxParts(const GroupNormCall& call, int64_t values) {
-  return std::max<int64_t>(call.workspace_size / values - 3, 1);
-}
-
-Shape ShapeOf(const GroupNormCall& call, bool backward) {
+Shape ShapeOf(const GroupNormCall& call, int arrays, bool backward) {
   const int item = static_cast<int>(DTypeSize(call.dtype));
-  return {call.samples,    call.groups, call.channels,     call.positions(),
-          call.inner == 1, item,        item == 8 ? 8 : 4, backward};
+  return {call.samples, call.groups,       call.channels, call.positions(), call.inner == 1,
+          item,         item == 8 ? 8 : 4, arrays,        backward};
 }
 
 }  // namespace
 
 cudaError_t GroupNormForward(const GroupNormForwardCall& call, cudaStream_t stream) {
   // A part's sums are two doubles of each group.
-  return Run(call, ShapeOf(call, false), MaxParts(call, call.groups * 4),
+  return Run(call, ShapeOf(call, call.residual == nullptr ? 1 : 2, false),
+             call.workspace_size / (call.groups * 4),
              CommonAlignment({call.x, call.residual, call.y, call.sum}), stream);
 }
 
 cudaError_t GroupNormBackward(const GroupNormBackwardCall& call, cudaStream_t stream) {
-  return Run(call, ShapeOf(call, true), MaxParts(call, (call.all_channels() + call.groups) * 2),
+  return Run(call, ShapeOf(call, 2, true), call.workspace_size / (call.all_channels() * 2),
              CommonAlignment({call.dy, call.s, call.dx}), stream);
 }
 
-cudaError_t LoadGroupNormKernels() { return LoadKernels<GroupNormFamily>(); }
+cudaError_t LoadGroupNormKernels() {
+  Limits limits;
+  return GetLimits(&limits);
+}
 
 }  // namespace jax_fastops::cuda

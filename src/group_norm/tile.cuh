@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "core/cuda/activation.cuh"
+#include "core/cuda/async_copy.cuh"
 #include "core/cuda/vec.cuh"
 #include "group_norm/group_norm.h"
 #include "group_norm/plan.h"
@@ -28,17 +29,17 @@ struct Tile {
   int set, part;
   int groups, channels, slots;  // of the set, the last of which may have fewer
   int first_group, first_channel;
-  int slot, lane;  // this thread's slot in the first pass
-  int64_t begin;   // the first unit of the part
-  int units;       // of the part
-  int64_t origin;  // the first element of the set
+  int slot, lane;      // this thread's slot in the first pass
+  int64_t begin;       // the first unit of the part
+  int units;           // of the part
+  int64_t origin;      // the first element of the set
 
-  // `job`: the sample and the set.
-  __device__ __forceinline__ Tile(const Plan& plan, uint32_t job, uint32_t part)
-      : plan(plan), part(static_cast<int>(part)) {
-    const uint32_t sets = plan.sets;
-    sample = job / sets;
-    set = static_cast<int>(job - static_cast<uint32_t>(sample) * sets);
+  __device__ __forceinline__ Tile(const Plan& plan, uint32_t block) : plan(plan) {
+    const uint32_t parts = plan.parts, sets = plan.sets;
+    const uint32_t rest = block / parts;
+    part = static_cast<int>(block - rest * parts);
+    sample = rest / sets;
+    set = static_cast<int>(rest - static_cast<uint32_t>(sample) * sets);
     first_group = set * plan.set_groups;
     groups = min(plan.set_groups, plan.groups - first_group);
     first_channel = first_group * plan.group_channels;
@@ -84,17 +85,53 @@ struct Tile {
       for (int k = 0; k < kBatch; ++k) use(loaded[k], at + k * step);
       at += kBatch * step;
     }
-    if (left == 0) return;
+    if constexpr (kBatch > 1) {
 #pragma unroll
-    for (int k = 0; k + 1 < kBatch; ++k) {
-      if (k < left) loaded[k] = load(at + k * step);
-    }
-#pragma unroll 1
-    for (int k = 0; k < left; ++k) {
-      use(loaded[0], at + k * step);
+      for (int k = 0; k + 1 < kBatch; ++k) {
+        if (k < left) loaded[k] = load(at + k * step);
+      }
 #pragma unroll
-      for (int i = 0; i + 2 < kBatch; ++i) loaded[i] = loaded[i + 1];
+      for (int k = 0; k + 1 < kBatch; ++k) {
+        if (k < left) use(loaded[k], at + k * step);
+      }
     }
+  }
+
+  // Copies the units of `kArrays` arrays to this thread's places in shared memory, which begin at
+  // `kept` and follow each other by kArrays * kStride bytes. Only this thread may read them.
+  static constexpr int kStride = kThreads * kBytes;
+  template <int kArrays>
+  __device__ __forceinline__ void Keep(const T* const (&from)[kArrays], char* kept) const {
+    for (int pass = 0; pass < plan.passes; ++pass) {
+      const int of = pass * plan.width + slot;
+      if constexpr (kBytes >= 4) {
+        Sweep<1>(
+            of, [](int64_t at) { return at; },
+            [&](int64_t, int64_t at) {
+#pragma unroll
+              for (int i = 0; i < kArrays; ++i, kept += kStride) {
+                CopyAsync<kBytes, kBytes == 16>(kept, from[i] + at);
+              }
+            });
+      } else {
+        struct Loaded {
+          V units[kArrays];
+        };
+        Sweep<8>(
+            of,
+            [&](int64_t at) {
+              Loaded loaded;
+#pragma unroll
+              for (int i = 0; i < kArrays; ++i) loaded.units[i] = V::Load(from[i] + at);
+              return loaded;
+            },
+            [&](const Loaded& loaded, int64_t) {
+#pragma unroll
+              for (int i = 0; i < kArrays; ++i, kept += kStride) loaded.units[i].Store(kept);
+            });
+      }
+    }
+    AwaitAllCopies();
   }
 
   // Calls set(i, channel, group) for the channels of a slot's units; both are numbered in the set.
@@ -109,12 +146,6 @@ struct Tile {
     }
   }
 };
-
-// Loads a unit that the other phase may have written.
-template <typename T, int kBytes>
-__device__ __forceinline__ Vec<T, kBytes> LoadUnit(const T* from) {
-  return Vec<T, kBytes>::template Load<CacheHint::kNoAllocate>(from);
-}
 
 // Stores a unit to global memory, by one instruction.
 template <typename T, int kBytes>
@@ -134,18 +165,6 @@ __device__ __forceinline__ ComputeType<T> ReadParameter(const GroupNormParameter
   if (parameter.data == nullptr) return static_cast<A>(otherwise);
   if (parameter.wide) return static_cast<const A*>(parameter.data)[channel];
   return ToCompute(static_cast<const T*>(parameter.data)[channel]);
-}
-
-// An element of a group of the forward, from which others deviate; 0 if it is not finite.
-template <typename T, typename Tile>
-__device__ __forceinline__ ComputeType<T> BaseOf(const GroupNormForwardCall& call, const Tile& tile,
-                                                 int group) {
-  using A = ComputeType<T>;
-  const int64_t at = tile.BaseOf(group);
-  const T* const residual = static_cast<const T*>(call.residual);
-  const A base = ToCompute(static_cast<const T*>(call.x)[at]) +
-                 (residual == nullptr ? A(0) : ToCompute(residual[at]));
-  return base - base == A(0) ? base : A(0);
 }
 
 // What stands for an activation where there is none.

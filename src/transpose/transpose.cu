@@ -4,11 +4,11 @@
 // difficulty is that both sides need long contiguous accesses, but contiguous input is not
 // contiguous in the output. DRAM and L2 move sectors of 32 bytes, and an SM of an H100 has about 75
 // clocks for every 512 bytes that it reads and writes, too few to handle them one by one. A plan,
-// computed once per shape and cached (plan.h), chooses one of three kernels:
+// computed once per shape and cached (plan.h), chooses one of four kernels:
 //
-// - rows.cuh: the minor dimension stays, for rows of any number of bytes;
+// - rows.cuh: the minor dimension stays, for rows of 16-byte units and for rows of any length;
 // - tile.cuh: the minor dimension moves, by tiles of a matrix;
-// - units.cuh: rows of 16-byte units, and any other permutation.
+// - box.cuh: the sides of a tile would share a dimension.
 //
 // Offsets into the arrays are 64-bit, but are computed once per row of a tile. All other indices
 // count tiles, or units within a tile, and fit 32 bits. Divisions are multiplications by
@@ -18,14 +18,15 @@
 // of tiles, which handles any alignment: `auto` leaves them to XLA.
 #include "transpose/transpose.h"
 
+#include <algorithm>
 #include <memory>
 
 #include "core/alignment.h"
 #include "core/cuda/launch.h"
+#include "transpose/box.cuh"
 #include "transpose/plan.h"
 #include "transpose/rows.cuh"
 #include "transpose/tile.cuh"
-#include "transpose/units.cuh"
 
 namespace jax_fastops::cuda {
 
@@ -39,30 +40,28 @@ struct Launcher {
   char* y;
   int64_t bytes;  // of the array
   int unit;
+  const Device& device;
   cudaStream_t stream;
+
+  template <typename... Params, typename... Arguments>
+  cudaError_t Run(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared,
+                  const Arguments&... arguments) const {
+    if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+    const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(blocks)),
+                                 .block = dim3(static_cast<unsigned>(threads)),
+                                 .shared = shared};
+    return Launch(kernel, config, stream, arguments...);
+  }
 
   cudaError_t operator()(const CopyPlan&) const {
     return cudaMemcpyAsync(y, x, bytes, cudaMemcpyDeviceToDevice, stream);
   }
 
   template <typename Index>
-  static auto UnitsKernelOf(int unit) {
-    if constexpr (sizeof(Index) == 8) {
-      return KernelOf<Family, UnitsKernel<1, Index>>();
-    } else {
-      return unit == 1   ? KernelOf<Family, UnitsKernel<1, Index>>()
-             : unit == 2 ? KernelOf<Family, UnitsKernel<2, Index>>()
-             : unit == 4 ? KernelOf<Family, UnitsKernel<4, Index>>()
-             : unit == 8 ? KernelOf<Family, UnitsKernel<8, Index>>()
-                         : KernelOf<Family, UnitsKernel<16, Index>>();
-    }
-  }
-
-  template <typename Index>
-  cudaError_t operator()(const UnitsPlan<Index>& plan) const {
-    const auto kernel =
-        plan.rows ? KernelOf<Family, ByteRowsKernel<Index>>() : UnitsKernelOf<Index>(unit);
-    return Launch(kernel, Grid(plan.blocks, kUnitsThreads), stream, x, y, plan);
+  cudaError_t operator()(const RowsPlan<Index>& plan) const {
+    const auto kernel = plan.by_bytes ? KernelOf<Family, ByteRowsKernel<Index>>()
+                                      : KernelOf<Family, UnitRowsKernel<Index>>();
+    return Run(kernel, plan.blocks, kRowsThreads, 0, x, y, plan);
   }
 
   template <int kElement>
@@ -78,7 +77,19 @@ struct Launcher {
                         : unit == 4 ? TileKernelOf<4>(plan)
                         : unit == 8 ? KernelOf<Family, TileKernel<8, false, false>>()
                                     : KernelOf<Family, TileKernel<16, true, true>>();
-    return Launch(kernel, Grid(plan.blocks, kTileThreads), stream, x, x + bytes, y, plan);
+    return Run(kernel, plan.blocks, kTileThreads, 0, x, x + bytes, y, plan);
+  }
+
+  cudaError_t operator()(const BoxPlan& plan) const {
+    const auto kernel = unit == 1   ? KernelOf<Family, BoxKernel<1>>()
+                        : unit == 2 ? KernelOf<Family, BoxKernel<2>>()
+                        : unit == 4 ? KernelOf<Family, BoxKernel<4>>()
+                        : unit == 8 ? KernelOf<Family, BoxKernel<8>>()
+                                    : KernelOf<Family, BoxKernel<16>>();
+    // Persistent blocks: about as many as run at once. The runtime reserves 1 KB for each block.
+    const int64_t fit = device.shared_per_processor / (int64_t{plan.shared_bytes} + 1024);
+    const int64_t resident = device.processors * std::clamp<int64_t>(fit, 1, kBoxBlocks);
+    return Run(kernel, std::min(plan.boxes, resident), kBoxThreads, plan.shared_bytes, x, y, plan);
   }
 };
 
@@ -95,10 +106,15 @@ cudaError_t Transpose(const void* x, void* y, const int64_t* dims, const int* ax
   for (const int64_t dim : shape.dims) bytes *= dim;
   if (bytes == 0) return cudaSuccess;
 
+  Device device;
+  const cudaError_t error = CurrentDevice(&device);
+  if (error != cudaSuccess) return error;
+  // All devices share the plans: one made for a different number of processors is valid, too.
   static PlanCache<TransposePlan> plans;
-  const std::shared_ptr<const TransposePlan> plan = plans.Get(shape, PlanTranspose);
+  const std::shared_ptr<const TransposePlan> plan = plans.Get(
+      shape, [&](const TransposeShape& s) { return PlanTranspose(s, device.processors); });
   return std::visit(transpose::Launcher{static_cast<const char*>(x), static_cast<char*>(y), bytes,
-                                        plan->unit, stream},
+                                        plan->unit, device, stream},
                     plan->kernel);
 }
 

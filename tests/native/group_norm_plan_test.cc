@@ -23,14 +23,19 @@ void CheckPlan(Random& random) {
   shape.accumulator = std::max(shape.item, 4);
   if (random.Coin()) shape.channels = jax_fastops::RoundUp(shape.channels, 8) % 2048 + 8;
   if (random.Coin()) shape.positions = jax_fastops::RoundUp(shape.positions, 8);
-  shape.backward = random.Coin();
+  shape.arrays = 1 + static_cast<int>(random.Below(2));
+  shape.backward = shape.arrays == 2 && random.Coin();
+  const bool clusters = random.Coin();
   const int alignment = 1 << random.Below(5);
-  const int64_t max_parts = random.Size(512);
-  const Plan plan = MakePlan(shape, alignment, max_parts, 132);
-#define PLAN(condition)                                                               \
-  CHECK(condition, "%lld x %lld x %lld x %lld, last %d, %d bytes, aligned %d",        \
-        (long long)shape.samples, (long long)shape.groups, (long long)shape.channels, \
-        (long long)shape.positions, shape.last, shape.item, alignment)
+  const Limits limits = {132, (clusters ? 226 : 162) << 10, (clusters ? 228 : 164) << 10,
+                         clusters ? 16 : 1};
+  const int64_t max_parts = random.Size(256);
+  const Plan plan = MakePlan(shape, alignment, max_parts, limits);
+#define PLAN(condition)                                                                     \
+  CHECK(condition,                                                                          \
+        "%lld x %lld x %lld x %lld, last %d, %d bytes, %d arrays, aligned %d, clusters %d", \
+        (long long)shape.samples, (long long)shape.groups, (long long)shape.channels,       \
+        (long long)shape.positions, shape.last, shape.item, shape.arrays, alignment, clusters)
   PLAN(plan.sets >= 1 && plan.parts >= 1 && plan.passes >= 1);
   PLAN(int64_t{plan.sets} * plan.set_groups >= shape.groups);
   PLAN(int64_t{plan.sets - 1} * plan.set_groups < shape.groups);
@@ -47,11 +52,14 @@ void CheckPlan(Random& random) {
   PLAN(plan.passes == 1 || plan.set_groups == 1);
   PLAN(shape.last || (plan.lanes & (plan.lanes - 1)) == 0);
   const SharedLayout layout = LayoutOf(plan, shape);
-  // Three blocks of a processor with 164 KiB, the least that any device has, need at most this.
-  PLAN(layout.bytes <= 53 << 10 || plan.set_groups == 1 || shape.item == 8);
-  PLAN(layout.bytes <= 99 << 10);
-  PLAN(layout.table % 16 == 0 && layout.base % shape.accumulator == 0);
-  PLAN(plan.parts <= max_parts && plan.part_units <= INT32_MAX);
+  PLAN(layout.bytes <= limits.shared_per_block && layout.statistics % 8 == 0);
+  PLAN(layout.kept % 16 == 0 && layout.table % 16 == 0 && layout.base % shape.accumulator == 0);
+  if (plan.kept_units > 0) {
+    PLAN(plan.parts <= limits.max_cluster && (plan.parts & (plan.parts - 1)) == 0);
+    PLAN(plan.kept_units >= plan.passes * CeilDiv(plan.part_units, plan.lanes));
+  } else {
+    PLAN(plan.parts <= max_parts);
+  }
 }
 
 }  // namespace

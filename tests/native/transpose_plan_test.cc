@@ -17,6 +17,7 @@ namespace jax_fastops {
 namespace {
 
 constexpr int64_t kInt = 0x7fffffff;
+constexpr int kProcessors = 132;
 
 std::string Text(const TransposeShape& shape) {
   std::string text = "dims";
@@ -104,22 +105,12 @@ int64_t Take(int64_t& n, const Divisor& divisor) {
 }
 
 template <typename Index>
-void Follow(const TransposeShape& shape, const UnitsPlan<Index>& p, int unit, Moves& moves) {
-  // What the plan counts, in bytes, and how much of it moves together.
-  const int64_t bytes = p.rows ? 1 : unit, step = p.rows       ? unit
-                                                  : p.together ? UnitsPerWord(unit)
-                                                               : 1;
-  CHECK_SHAPE(p.rows || step == 1 || shape.alignment >= step * unit);
-  for (int64_t i = 0; i < static_cast<int64_t>(p.count); i += step) {
+void Follow(const TransposeShape&, const RowsPlan<Index>& p, int unit, Moves& moves) {
+  const int64_t bytes = p.by_bytes ? 1 : unit;
+  for (int64_t i = 0; i < static_cast<int64_t>(p.count); i += unit / bytes) {
     int64_t n = i, from = 0;
-    const auto stride = [&](int d) { return static_cast<int64_t>(p.dims[d].in_stride) * bytes; };
-    for (int d = 0; d < p.rank - 1; ++d) from += Take(n, p.dims[d].size) * stride(d);
-    from += n * stride(p.rank - 1);
-    if (p.rows) {
-      moves.Move(from, i);
-    } else {
-      for (int64_t k = 0; k < step; ++k) moves.Move(from + k * stride(0), (i + k) * unit);
-    }
+    for (int d = 0; d < p.rank - 1; ++d) from += Take(n, p.dims[d].size) * p.dims[d].in_stride;
+    moves.Move(from + n * p.dims[p.rank - 1].in_stride, i * bytes);
   }
 }
 
@@ -168,6 +159,63 @@ void Follow(const TransposeShape& shape, const TilePlan& p, int unit, Moves& mov
   }
 }
 
+// The offset in the array, and the place in shared memory, of element `within` of a segment.
+struct Element {
+  int64_t offset = 0, shared = 0;
+
+  Element(const BoxSide& side, int unit, int64_t segment, int64_t within) : offset(within * unit) {
+    for (int d = 0; d < side.run_dims + side.segment_dims; ++d) {
+      const BoxDim& dim = side.dims[d];
+      const int64_t i = Take(d < side.run_dims ? within : segment, dim.size);
+      shared += i * dim.shared_stride;
+      if (d >= side.run_dims) offset += i * dim.stride;
+    }
+  }
+};
+
+void Follow(const TransposeShape& shape, const BoxPlan& p, int unit, Moves& moves) {
+  // The source of each byte in shared memory, relative to the box.
+  std::vector<int64_t> shared(p.data_bytes, -1);
+  for (int64_t n = 0; n < p.boxes; ++n) {
+    int64_t index = n, in = 0, out = 0;
+    int64_t in_length = p.in.length.divisor, in_count = p.in.count;
+    int64_t out_length = p.out.length.divisor, out_count = p.out.count;
+    for (int d = 0; d < p.rank; ++d) {
+      const int64_t i = Take(index, p.dims[d].size);
+      in += i * p.dims[d].in_stride;
+      out += i * p.dims[d].out_stride;
+      // Both sides lose the same part of a dimension.
+      const auto cut = [&](const BoxPart& part, int64_t* length, int64_t* count, bool both) {
+        if (d != part.dim || (i + 1) * part.size <= part.total) return;
+        const int64_t left = part.total - i * part.size;
+        *length = *length / part.size * left;
+        if (!both) *count = *count / part.size * left;
+      };
+      const bool same = p.in_part.dim == p.out_part.dim;
+      cut(p.in_part, &in_length, &out_count, same);
+      cut(p.out_part, &out_length, &in_count, same);
+    }
+    CHECK_SHAPE(in_length * in_count == out_length * out_count);
+    std::fill(shared.begin(), shared.end(), -1);
+    for (int64_t i = 0; i < in_count * in_length; ++i) {
+      const Element element(p.in, unit, i / in_length, i % in_length);
+      const int64_t place =
+          p.Place(static_cast<uint32_t>((i / in_length * p.in.pitch + i % in_length) * unit));
+      CHECK_SHAPE(element.shared == i / in_length * p.in.pitch + i % in_length);
+      CHECK_SHAPE(place + unit <= p.data_bytes && place < 1 << 16 && shared[place] == -1);
+      shared[place] = in + element.offset;
+      if (p.in.aligned && i % in_length == 0) CHECK_SHAPE(element.offset % 16 == 0);
+    }
+    for (int64_t i = 0; i < out_count * out_length; ++i) {
+      const Element element(p.out, unit, i / out_length, i % out_length);
+      const int64_t place = p.Place(static_cast<uint32_t>(element.shared * unit));
+      CHECK_SHAPE(place < p.data_bytes && shared[place] >= 0);
+      moves.Move(shared[place], out + element.offset);
+      if (p.out.aligned && i % out_length == 0) CHECK_SHAPE(element.offset % 16 == 0);
+    }
+  }
+}
+
 void Follow(const TransposeShape&, const CopyPlan&, int unit, Moves& moves) {
   for (int64_t byte = 0; !moves.Complete(); byte += unit) moves.Move(byte, byte);
 }
@@ -176,18 +224,17 @@ void Follow(const TransposeShape&, const CopyPlan&, int unit, Moves& moves) {
 // Limits, which hold for every shape
 
 template <typename Index>
-void CheckLimits(const TransposeShape& shape, const UnitsPlan<Index>& p, int unit) {
-  const int64_t per_block = p.rows ? kUnitsThreads * kChunksPerThread * 16
-                                   : kUnitsThreads * WordsPerThread(unit) * UnitsPerWord(unit);
+void CheckLimits(const TransposeShape& shape, const RowsPlan<Index>& p) {
+  const int64_t per_block =
+      p.by_bytes ? kRowsThreads * kChunksPerThread * 16 : kRowsThreads * kUnitsPerThread;
   const int64_t count = static_cast<int64_t>(p.count);
   CHECK_SHAPE(p.blocks * per_block >= count && (p.blocks - 2) * per_block < count);
-  if (sizeof(Index) == 4) CHECK_SHAPE(p.blocks * per_block <= kInt + (p.rows ? 1 << 14 : 0));
-  if (sizeof(Index) == 8) CHECK_SHAPE(p.rows || unit == 1);  // no other kernel has such indices
+  if (sizeof(Index) == 4) CHECK_SHAPE(p.blocks * per_block <= kInt + (p.by_bytes ? 1 << 14 : 0));
   CHECK_SHAPE(p.rank >= 2);
-  CHECK_SHAPE(p.rows ? p.dims[0].size.divisor >= 16 : count >= UnitsPerWord(unit));
+  CHECK_SHAPE(p.by_bytes ? p.dims[0].size.divisor >= 16 : true);
 }
 
-void CheckLimits(const TransposeShape& shape, const TilePlan& p, int) {
+void CheckLimits(const TransposeShape& shape, const TilePlan& p) {
   CHECK_SHAPE(p.blocks > 0 && p.blocks <= kInt && p.columns > 0 && p.rows > 0);
   CHECK_SHAPE(p.column_dims > 0 && p.row_dims > 0 && p.column_dims + p.row_dims <= p.rank);
   if (p.column_dims > 1) CHECK_SHAPE(p.columns <= kInt);
@@ -197,12 +244,23 @@ void CheckLimits(const TransposeShape& shape, const TilePlan& p, int) {
   CHECK_SHAPE(p.tiles.divisor % p.band_tiles.divisor == 0 || p.last_band_index > 0);
 }
 
-void CheckLimits(const TransposeShape&, const CopyPlan&, int) {}
+void CheckLimits(const TransposeShape& shape, const BoxPlan& p) {
+  CHECK_SHAPE(shape.alignment == 16 || !(p.in.aligned || p.out.aligned));
+  CHECK_SHAPE(p.boxes > 0 && p.boxes <= kInt);
+  CHECK_SHAPE(p.shared_bytes <= 48 << 10);  // what every device grants
+  CHECK_SHAPE(p.table_bytes % 16 == 0 && p.data_bytes % 16 == 0 && p.staged_bytes % 8 == 0);
+  CHECK_SHAPE(p.in.run_dims + p.in.segment_dims <= kMaxBoxRank);
+  CHECK_SHAPE(p.out.run_dims + p.out.segment_dims <= kMaxBoxRank);
+  CHECK_SHAPE(p.in.count * p.in.length.divisor == p.out.count * p.out.length.divisor);
+  CHECK_SHAPE(p.table_bytes >= 2 * p.out.count * p.out.pitch);
+}
+
+void CheckLimits(const TransposeShape&, const CopyPlan&) {}
 
 void CheckShape(const TransposeShape& shape, bool follow) {
-  const TransposePlan plan = PlanTranspose(shape);
+  const TransposePlan plan = PlanTranspose(shape, kProcessors);
   CHECK_SHAPE(plan.unit <= shape.alignment && Bytes(shape) % plan.unit == 0);
-  std::visit([&](const auto& kernel) { CheckLimits(shape, kernel, plan.unit); }, plan.kernel);
+  std::visit([&](const auto& kernel) { CheckLimits(shape, kernel); }, plan.kernel);
   if (!follow) return;
   Moves moves(shape, plan.unit);
   std::visit([&](const auto& kernel) { Follow(shape, kernel, plan.unit, moves); }, plan.kernel);
