@@ -107,16 +107,14 @@ struct CrossEntropy {
       const PairMask<A> is_label = PairOfBits<A>(label < n ? uint32_t{1} << label : 0);
       return block.template operator()<false>(Part(), 0, n, Select(is_label, at_label, others));
     }
-    if (gradient.stream) {
-      OverAlignedBlocks<E>(dx, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-        block.template operator()<true>(extent, i, count, others);
-      });
-      StreamFence();
-    } else {
-      OverBlocks<kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-        block.template operator()<false>(extent, i, count, others);
-      });
-    }
+    WithFlags(
+        [&]<bool kStream>() {
+          OverRow<E, kStream>(dx, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+            block.template operator()<kStream>(extent, i, count, others);
+          });
+          if constexpr (kStream) StreamFence();
+        },
+        gradient.stream);
     if (label < n) block.template operator()<false>(Part(), label, 1, at_label);
   }
 };

@@ -197,8 +197,10 @@ __global__ void __launch_bounds__(kThreads, 5) UnitsKernel(const __grid_constant
 // A thread takes an element of a row, or two: in one word of random bits.
 // IsKept would index the four words at run time, and so put them into local memory.
 struct Elements {
+  Params p;
+
   template <typename T>
-  static __device__ __forceinline__ void Run(const Params& p) {
+  __device__ __forceinline__ void Run() const {
     using A = ComputeType<T>;
     const uint32_t columns = p.columns.divisor, part = blockIdx.x * kThreads + threadIdx.x;
     const uint32_t row = Divide(part, p.row_parts);
@@ -278,11 +280,10 @@ cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int6
           threads = count / kSeedBlock;
         }
         const int64_t blocks = CeilDiv(threads, kThreads);
-        const dim3 grid(static_cast<unsigned>(blocks));
         const cudaError_t error =
             kernel == nullptr
-                ? LaunchAnyType<DropoutFamily, Elements, kThreads>(dtype, blocks, stream, params)
-                : Launch(kernel, {.grid = grid, .block = dim3(kThreads)}, stream, params);
+                ? LaunchAnyType<DropoutFamily, kThreads>(dtype, blocks, stream, Elements{params})
+                : Launch(kernel, Grid(blocks, kThreads), stream, params);
         if (error != cudaSuccess) return error;
       }
     }

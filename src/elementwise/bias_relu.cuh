@@ -268,8 +268,11 @@ __global__ void __launch_bounds__(kReluThreads, kBlocks)
 }
 
 struct Chunks {
+  Params p;
+  bool wide;
+
   template <typename T>
-  static __device__ __forceinline__ void Run(const Params& p, bool wide) {
+  __device__ __forceinline__ void Run() const {
     const int64_t begin = ReluWarp() * kReluChunk;
     if (begin >= p.size) return;
     if (p.bias == nullptr) {
@@ -378,8 +381,8 @@ inline cudaError_t BiasReluForward(const BroadcastShape& shape, DType dtype,
       const Kernel kernel = wide ? KernelFor<T, ComputeType<T>>(access) : KernelFor<T, T>(access);
       if (tiles) return LaunchRelu(kernel, size, kReluTile<T>, params, stream);
     }
-    return LaunchAnyType<BiasActKernels, Chunks, kReluThreads>(dtype, ReluBlocks(size, 0), stream,
-                                                               params, wide);
+    return LaunchAnyType<BiasActKernels, kReluThreads>(dtype, ReluBlocks(size, 0), stream,
+                                                       Chunks{params, wide});
   });
 }
 

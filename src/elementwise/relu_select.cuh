@@ -114,8 +114,10 @@ __global__ void __launch_bounds__(kReluThreads) SelectKernel(const Params p) {
 }
 
 struct SelectChunks {
+  Params p;
+
   template <typename T>
-  static __device__ __forceinline__ void Run(const Params& p) {
+  __device__ __forceinline__ void Run() const {
     using U = std::conditional_t<sizeof(T) == 2, uint16_t,
                                  std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
     const int64_t begin = ReluWarp() * kReluChunk;
@@ -133,8 +135,8 @@ cudaError_t ReluSelect(int64_t size, DType dtype, const void* dy, const ReluMask
                          mask};
   const size_t bytes = DTypeSize(dtype);
   if (CommonAlignment({dy, dx}) < 16 || bytes == 8) {
-    return LaunchAnyType<Family, SelectChunks, kReluThreads>(dtype, ReluBlocks(size, 0), stream,
-                                                             params);
+    return LaunchAnyType<Family, kReluThreads>(dtype, ReluBlocks(size, 0), stream,
+                                               SelectChunks{params});
   }
   const auto launch = [&]<typename U>(U) {
     const auto kernel = mask.ragged ? KernelOf<Family, SelectKernel<U, true>>()

@@ -202,8 +202,11 @@ __global__ void __launch_bounds__(kHeadsThreads)
 // Arithmetic on units of an element.
 template <HeadsWork kWork>
 struct ElementRows {
+  HeadsTiles t;
+  HeadsArrays arrays;
+
   template <typename T>
-  static __device__ __forceinline__ void Run(const HeadsTiles& t, const HeadsArrays& arrays) {
+  __device__ __forceinline__ void Run() const {
     MoveRows<T, sizeof(T), kWork>(t, arrays);
   }
 };
@@ -250,8 +253,8 @@ cudaError_t Run(HeadsCall call, DType dtype, const void* x, const void* const* y
         const Kernel kernel = KernelOf<Heads, HeadsKernel<T, 16, kWork>>();
         if (plan.unit == 16) return Launch(kernel, config, stream, plan.tiles, arrays);
       }
-      return LaunchAnyType<Heads, ElementRows<kWork>, kHeadsThreads>(dtype, config, stream,
-                                                                     plan.tiles, arrays);
+      return LaunchAnyType<Heads, kHeadsThreads>(dtype, config, stream,
+                                                 ElementRows<kWork>{plan.tiles, arrays});
     });
   }
 }

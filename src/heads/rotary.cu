@@ -478,8 +478,11 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 2)
 // Lanes take single elements.
 template <bool kSums>
 struct RotaryElements {
+  Tiles t;
+  RotaryArrays arrays;
+
   template <typename T>
-  static __device__ __forceinline__ void Run(const Tiles& t, const RotaryArrays& arrays) {
+  __device__ __forceinline__ void Run() const {
     if constexpr (kSums) {
       TurnBack<T, 1, kGeneralPairs>(t, arrays);
     } else {
@@ -494,12 +497,10 @@ cudaError_t LaunchRotary(DType dtype, bool units, int64_t blocks, const Tiles& t
   constexpr int kThreads = kWarps * kWarpSize;
   return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
     if constexpr (sizeof(T) < 8) {
-      const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(blocks)),
-                                   .block = dim3(kThreads)};
       const auto kernel = KernelOf<Rotary, RotaryKernel<T, kSums>>();
-      if (units) return Launch(kernel, config, stream, t, arrays);
+      if (units) return Launch(kernel, Grid(blocks, kThreads), stream, t, arrays);
     }
-    return LaunchAnyType<Rotary, RotaryElements<kSums>, kThreads>(dtype, blocks, stream, t, arrays);
+    return LaunchAnyType<Rotary, kThreads>(dtype, blocks, stream, RotaryElements<kSums>{t, arrays});
   });
 }
 

@@ -204,16 +204,14 @@ struct Softmax {
   static void Rows(const SoftmaxCall& call, const char* x, const uint8_t* mask, int64_t mask_stride,
                    char* y, int64_t rows, int64_t n) {
     WithFlags(
-        [&]<bool kMask, bool kLog>() {
+        [&]<bool kMask, bool kLog, bool kStream>() {
           if (n <= kBlock) {
             OneBlockRows<kMask>(call, x, mask, mask_stride, y, rows, n);
-          } else if (kStreams && call.stream) {
-            SomeRows<kMask, kLog, true>(call, x, mask, mask_stride, y, rows, n);
           } else {
-            SomeRows<kMask, kLog, false>(call, x, mask, mask_stride, y, rows, n);
+            SomeRows<kMask, kLog, kStream>(call, x, mask, mask_stride, y, rows, n);
           }
         },
-        mask != nullptr, call.log);
+        mask != nullptr, call.log, kStreams && call.stream);
   }
 
   // The statistics of a piece. If no element is above -inf, the sum is 0, or NaN if there is a NaN;
@@ -369,16 +367,14 @@ struct Softmax {
                            const uint8_t* mask, int64_t mask_stride, char* dx, int64_t rows,
                            int64_t n) {
     WithFlags(
-        [&]<bool kLog, bool kOut>() {
+        [&]<bool kLog, bool kOut, bool kStream>() {
           if (n <= kBlock) {
             OneBlockGradients<kLog, kOut>(call, y, dy, mask, mask_stride, dx, rows, n);
-          } else if (kStreams && call.stream) {
-            GradientsOfRows<kLog, kOut, true>(call, y, dy, mask, mask_stride, dx, rows, n);
           } else {
-            GradientsOfRows<kLog, kOut, false>(call, y, dy, mask, mask_stride, dx, rows, n);
+            GradientsOfRows<kLog, kOut, kStream>(call, y, dy, mask, mask_stride, dx, rows, n);
           }
         },
-        call.log, call.masked);
+        call.log, call.masked, kStreams && call.stream);
   }
 
   static void BackwardFinish(const SoftmaxCall& call, const char* y, const char* dy,

@@ -62,17 +62,22 @@ __global__ void __launch_bounds__(kWindowSumThreads) DirectUnitsKernel(const Arr
 
 // Single elements.
 struct Direct {
+  Arrays a;
+
   template <typename T>
-  static __device__ __forceinline__ void Run(const Arrays& a) {
+  __device__ __forceinline__ void Run() const {
     SumDirectly<T, sizeof(T)>(a);
   }
 };
 
 // The nodes of a level from those below it: [outer, below, inner] to [outer, above, inner].
 struct TreeLevel {
+  const void* x;
+  void* y;
+  int64_t outer, below, above, inner;
+
   template <typename T>
-  static __device__ __forceinline__ void Run(const void* x, void* y, int64_t outer, int64_t below,
-                                             int64_t above, int64_t inner) {
+  __device__ __forceinline__ void Run() const {
     using A = ComputeType<T>;
     const int64_t total = outer * above * inner;
     const int64_t step = static_cast<int64_t>(gridDim.x) * kWindowSumThreads;
@@ -103,9 +108,12 @@ struct TreeLevel {
 
 // `nodes`: the sums of the levels above the elements, one level after the other.
 struct Tree {
+  Arrays a;
+  WindowSumTree tree;
+  const void* nodes;
+
   template <typename T>
-  static __device__ __forceinline__ void Run(const Arrays& a, const WindowSumTree& tree,
-                                             const void* nodes) {
+  __device__ __forceinline__ void Run() const {
     using A = ComputeType<T>;
     const int64_t runs = CeilDiv(a.m, kTreeFan), total = a.outer * runs * a.inner;
     const int64_t step = static_cast<int64_t>(gridDim.x) * kWindowSumThreads;

@@ -28,12 +28,6 @@ int ShiftOf(const void* address) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16);
 }
 
-LaunchConfig ConfigOf(int64_t blocks, int64_t shared = 0) {
-  return {.grid = dim3(static_cast<unsigned>(blocks)),
-          .block = dim3(kWindowSumThreads),
-          .shared = static_cast<size_t>(shared)};
-}
-
 // float64 has one kernel of each kind, and none of columns.
 template <typename T>
 auto ColumnsOf(int unit, bool shifted) {
@@ -65,21 +59,21 @@ cudaError_t LaunchTree(const WindowSumPlan& plan, const Arrays& a, DType dtype, 
   char* to = static_cast<char*>(workspace);
   for (int level = 1; level <= plan.tree.levels; ++level) {
     const int64_t nodes = a.outer * count[level] * a.inner;
-    const cudaError_t error = LaunchAnyType<WindowSums, TreeLevel, kWindowSumThreads>(
-        level == 1 ? dtype : sums, WindowSumBlocks(nodes), stream, from, static_cast<void*>(to),
-        a.outer, count[level - 1], count[level], a.inner);
+    const TreeLevel next = {from, to, a.outer, count[level - 1], count[level], a.inner};
+    const cudaError_t error = LaunchAnyType<WindowSums, kWindowSumThreads>(
+        level == 1 ? dtype : sums, WindowSumBlocks(nodes), stream, next);
     if (error != cudaSuccess) return error;
     from = to;
     to += nodes * static_cast<int64_t>(DTypeSize(sums));
   }
-  return LaunchAnyType<WindowSums, Tree, kWindowSumThreads>(
-      dtype, plan.blocks, stream, a, plan.tree, static_cast<const void*>(workspace));
+  return LaunchAnyType<WindowSums, kWindowSumThreads>(dtype, plan.blocks, stream,
+                                                      Tree{a, plan.tree, workspace});
 }
 
 template <typename T>
 cudaError_t LaunchPlan(const WindowSumPlan& plan, const Arrays& a, void* workspace,
                        cudaStream_t stream) {
-  const LaunchConfig config = ConfigOf(plan.blocks, plan.shared);
+  const LaunchConfig config = Grid(plan.blocks, kWindowSumThreads, plan.shared);
   switch (plan.kernel) {
     case WindowSumKernel::kCopy:
       return cudaMemcpyAsync(a.y, a.x, static_cast<size_t>(a.outer * a.m * a.inner) * sizeof(T),
@@ -90,8 +84,8 @@ cudaError_t LaunchPlan(const WindowSumPlan& plan, const Arrays& a, void* workspa
           return Launch(KernelOf<WindowSums, DirectUnitsKernel<T>>(), config, stream, a);
         }
       }
-      return LaunchAnyType<WindowSums, Direct, kWindowSumThreads>(kDTypeOf<T>, plan.blocks, stream,
-                                                                  a);
+      return LaunchAnyType<WindowSums, kWindowSumThreads>(kDTypeOf<T>, plan.blocks, stream,
+                                                          Direct{a});
     case WindowSumKernel::kTree:
       return LaunchTree(plan, a, kDTypeOf<T>, workspace, stream);
     case WindowSumKernel::kColumns:

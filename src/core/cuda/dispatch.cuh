@@ -44,66 +44,35 @@ auto ForDType(DType dtype, const Visit& visit) {
   }
 }
 
-// The parameters of a kernel as one. With a pack of them, GCC does not find the kernel's type.
-template <typename... Params>
-struct Arguments {
-  template <typename Visit, typename... Before>
-  __device__ __forceinline__ void Apply(const Visit& visit, const Before&... before) const {
-    visit(before...);
-  }
-};
-template <typename First, typename... Rest>
-struct Arguments<First, Rest...> {
-  First first;
-  Arguments<Rest...> rest;
-
-  template <typename Visit, typename... Before>
-  __device__ __forceinline__ void Apply(const Visit& visit, const Before&... before) const {
-    rest.Apply(visit, before..., first);
-  }
-};
-inline Arguments<> Together() { return {}; }
-template <typename First, typename... Rest>
-Arguments<First, Rest...> Together(const First& first, const Rest&... rest) {
-  return {first, Together(rest...)};
-}
-
-// For calls that are rare: Body::Run<T>(params...), by one kernel for float64, which takes the most
+// For calls that are rare: work.Run<T>(), by one kernel for float64, which takes the most
 // registers, and one for all other types.
-template <typename Body, int kThreads, bool kDouble, typename Params>
+template <typename Work, int kThreads, bool kDouble>
 __global__ void __launch_bounds__(kThreads)
-    AnyTypeKernel(DType dtype, const __grid_constant__ Params params) {
-  params.Apply([&](const auto&... each) {
-    if constexpr (kDouble) {
-      Body::template Run<double>(each...);
-    } else if (dtype == DType::kF32) {
-      Body::template Run<float>(each...);
-    } else if (dtype == DType::kBF16) {
-      Body::template Run<__nv_bfloat16>(each...);
-    } else {
-      Body::template Run<__half>(each...);
-    }
-  });
+    AnyTypeKernel(DType dtype, const __grid_constant__ Work work) {
+  if constexpr (kDouble) {
+    work.template Run<double>();
+  } else if (dtype == DType::kF32) {
+    work.template Run<float>();
+  } else if (dtype == DType::kBF16) {
+    work.template Run<__nv_bfloat16>();
+  } else {
+    work.template Run<__half>();
+  }
 }
 
-template <typename Family, typename Body, int kThreads, typename... Params>
+template <typename Family, int kThreads, typename Work>
 cudaError_t LaunchAnyType(DType dtype, const LaunchConfig& config, cudaStream_t stream,
-                          const Params&... params) {
-  using All = Arguments<Params...>;
+                          const Work& work) {
   const auto kernel = dtype == DType::kF64
-                          ? KernelOf<Family, AnyTypeKernel<Body, kThreads, true, All>>()
-                          : KernelOf<Family, AnyTypeKernel<Body, kThreads, false, All>>();
-  return Launch(kernel, config, stream, dtype, Together(params...));
+                          ? KernelOf<Family, AnyTypeKernel<Work, kThreads, true>>()
+                          : KernelOf<Family, AnyTypeKernel<Work, kThreads, false>>();
+  return Launch(kernel, config, stream, dtype, work);
 }
 
 // In blocks of kThreads threads.
-template <typename Family, typename Body, int kThreads, typename... Params>
-cudaError_t LaunchAnyType(DType dtype, int64_t blocks, cudaStream_t stream,
-                          const Params&... params) {
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  const dim3 grid(static_cast<unsigned>(blocks));
-  return LaunchAnyType<Family, Body, kThreads>(
-      dtype, LaunchConfig{.grid = grid, .block = dim3(kThreads)}, stream, params...);
+template <typename Family, int kThreads, typename Work>
+cudaError_t LaunchAnyType(DType dtype, int64_t blocks, cudaStream_t stream, const Work& work) {
+  return LaunchAnyType<Family, kThreads>(dtype, Grid(blocks, kThreads), stream, work);
 }
 
 }  // namespace jax_fastops::cuda

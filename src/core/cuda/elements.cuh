@@ -438,9 +438,12 @@ __global__ void __launch_bounds__(kElementsThreads)
   ElementsLoop<F, T, kAccess, kSet, kWide>(p);
 }
 
+template <typename F>
 struct SingleElements {
-  template <typename T, typename F>
-  static __device__ __forceinline__ void Run(const ElementsParams<F>& p) {
+  ElementsParams<F> p;
+
+  template <typename T>
+  __device__ __forceinline__ void Run() const {
     ElementsLoop<F, T, Access::kElements, kAnySet, F::kMayBeWide && sizeof(T) == 2>(p);
   }
 };
@@ -556,12 +559,10 @@ cudaError_t LaunchElements(const F& f, const BroadcastShape& given, const Operan
   }
   const int64_t blocks = CeilDiv(shape.elements(), kElementsThreads * choice.words * size);
   if (choice.kernel == nullptr) {
-    return LaunchAnyType<typename F::Family, SingleElements, kElementsThreads>(kDTypeOf<T>, blocks,
-                                                                               stream, p);
+    return LaunchAnyType<typename F::Family, kElementsThreads>(kDTypeOf<T>, blocks, stream,
+                                                               SingleElements<F>{p});
   }
-  return Launch(choice.kernel,
-                {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kElementsThreads)},
-                stream, p);
+  return Launch(choice.kernel, Grid(blocks, kElementsThreads), stream, p);
 }
 
 // Arrays of `shape`: the inputs.

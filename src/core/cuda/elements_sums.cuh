@@ -261,11 +261,10 @@ class SumsLauncher {
     if constexpr (F::kSymmetric) {
       if (choice.swapped) Swap(&p);
     }
-    const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(plan.blocks())),
-                                 .block = dim3(static_cast<unsigned>(plan.threads))};
+    const LaunchConfig config = Grid(plan.blocks(), plan.threads);
     error = words ? cuda::Launch(choice.kernel, config, stream, p)
-                  : LaunchAnyType<typename F::Family, SumsOfAnyClasses, kSumsThreads>(
-                        kDTypeOf<T>, config, stream, p);
+                  : LaunchAnyType<typename F::Family, kSumsThreads>(kDTypeOf<T>, config, stream,
+                                                                    SumsOfAnyClasses<F>{p});
     return error == cudaSuccess ? unfinished.Launch(kDTypeOf<T>, stream) : error;
   }
 

@@ -423,9 +423,12 @@ __global__ __launch_bounds__(kSumsThreads, (SumsTraits<F, T, kSet>::kBlocks)) vo
   SumsLoop<F, T, kSet>(p);
 }
 
+template <typename F>
 struct SumsOfAnyClasses {
-  template <typename T, typename F>
-  static __device__ __forceinline__ void Run(const SumsParams<F>& p) {
+  SumsParams<F> p;
+
+  template <typename T>
+  __device__ __forceinline__ void Run() const {
     SumsLoop<F, T, kAnyClasses>(p);
   }
 };

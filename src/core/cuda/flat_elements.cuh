@@ -89,9 +89,12 @@ __global__ void __launch_bounds__(kElementsThreads)
 }
 
 // Single elements.
+template <typename F>
 struct FlatElements {
-  template <typename T, typename F>
-  static __device__ __forceinline__ void Run(const FlatParams<F>& p) {
+  FlatParams<F> p;
+
+  template <typename T>
+  __device__ __forceinline__ void Run() const {
     FlatLoop<F, T, sizeof(T)>(p);
   }
 };
@@ -127,13 +130,12 @@ cudaError_t PitchedElements(const F& f, int64_t rows, int64_t n, int64_t pitch, 
     for (int64_t begin = 0; begin < lines; begin += step) {
       p.units = static_cast<uint32_t>(std::min(step, lines - begin) * (line / unit));
       const int64_t blocks = CeilDiv(p.units, kElementsThreads * (aligned ? F::kWords : 8));
-      const dim3 grid(static_cast<unsigned>(blocks));
       cudaError_t error;
       if (!aligned) {
-        error = LaunchAnyType<Family, FlatElements, kElementsThreads>(dtype, blocks, stream, p);
+        error = LaunchAnyType<Family, kElementsThreads>(dtype, blocks, stream, FlatElements<F>{p});
       } else if constexpr (sizeof(T) < 8) {
-        error = Launch(KernelOf<Family, FlatKernel<F, T>>(),
-                       {.grid = grid, .block = dim3(kElementsThreads)}, stream, p);
+        error =
+            Launch(KernelOf<Family, FlatKernel<F, T>>(), Grid(blocks, kElementsThreads), stream, p);
       }
       if (error != cudaSuccess) return error;
       const auto advance = [&](auto*& array, int index) {

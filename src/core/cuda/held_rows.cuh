@@ -266,7 +266,6 @@ cudaError_t LaunchHeldRows(const HeldPlan& plan, const HeldRows& rows,
                            const typename Functor<T>::Params& params, void* partials,
                            cudaStream_t stream) {
   using F = Functor<T>;
-  if (plan.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   const uintptr_t apart =
       reinterpret_cast<uintptr_t>(rows.out) - reinterpret_cast<uintptr_t>(rows.in[0]);
   const bool streamed = plan.holder == RowHolder::kStreamed, twice = streamed && !plan.one_launch;
@@ -278,10 +277,8 @@ cudaError_t LaunchHeldRows(const HeldPlan& plan, const HeldRows& rows,
                              .stage = twice ? RowStage::kReduce : RowStage::kAll,
                              .partials = partials};
   const bool cluster = plan.holder == RowHolder::kShared || (streamed && !twice);
-  const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(plan.blocks)),
-                               .block = dim3(static_cast<unsigned>(plan.threads)),
-                               .shared = static_cast<size_t>(plan.shared_bytes),
-                               .cluster = cluster ? plan.blocks_of_row : 1};
+  const LaunchConfig config =
+      Grid(plan.blocks, plan.threads, plan.shared_bytes, cluster ? plan.blocks_of_row : 1);
   const auto run = [&](auto kernel) {
     return LaunchStages(kernel, config, stream, rows, launch, params);
   };

@@ -217,10 +217,7 @@ inline int64_t ReluBlocks(int64_t size, int64_t tile) {
 template <typename Params>
 cudaError_t LaunchRelu(void (*kernel)(Params), int64_t size, int64_t tile, const Params& params,
                        cudaStream_t stream) {
-  const int64_t blocks = ReluBlocks(size, tile);
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  return Launch(kernel, {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kReluThreads)},
-                stream, params);
+  return Launch(kernel, Grid(ReluBlocks(size, tile), kReluThreads), stream, params);
 }
 
 }  // namespace jax_fastops::cuda

@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(kShortRowThreads)
 template <typename Family, template <typename> typename Functor, typename T>
 cudaError_t LaunchRows(const RowsPlan& plan, const Rows& rows,
                        const typename Functor<T>::Params& params, cudaStream_t stream) {
-  if (plan.blocks > 0x7fffffff || rows.n < 0) return cudaErrorInvalidConfiguration;
+  if (rows.n < 0) return cudaErrorInvalidConfiguration;
   using F = Functor<T>;
   const uintptr_t apart =
       reinterpret_cast<uintptr_t>(rows.out) - reinterpret_cast<uintptr_t>(rows.in);
@@ -292,8 +292,7 @@ cudaError_t LaunchRows(const RowsPlan& plan, const Rows& rows,
                  rows.n * sizeof(T) % 16 != 0;
   launch.blocks = FastDivisor(static_cast<uint32_t>(plan.blocks_of_row));
   launch.rows = plan.rows_of_block;
-  LaunchConfig config = {.grid = dim3(static_cast<unsigned>(plan.blocks)),
-                         .block = dim3(static_cast<unsigned>(plan.threads))};
+  LaunchConfig config = Grid(plan.blocks, plan.threads);
   if constexpr (MayBeShort(F::kReduced > 0, sizeof(T))) {
     if (plan.is_short) {
       config.shared = static_cast<size_t>(plan.rows_of_block) * rows.n * sizeof(T) + 32;
