@@ -365,19 +365,21 @@ cudaError_t SegmentSort(const SegmentSortCall& call, cudaStream_t stream) {
   const int64_t key_step = call.rows * call.key_bytes, id_step = call.rows * 4;
   const int64_t work_step = call.work_size * 4;
   char* const work = reinterpret_cast<char*>(call.work);
-  const Pairs ids = {reinterpret_cast<char*>(const_cast<int32_t*>(call.ids)), 4, nullptr, id_step};
+  const Pairs ids = {reinterpret_cast<char*>(const_cast<int32_t*>(call.ids)), 4, nullptr, id_step,
+                     0};
   const Pairs results = {static_cast<char*>(call.keys), call.key_bytes,
                          reinterpret_cast<char*>(call.order), key_step, id_step};
   const Pairs between = {work, call.key_bytes, work + id_step, work_step, work_step};
-  Params p = {.rows = static_cast<uint32_t>(call.rows),
-              .segments = static_cast<uint32_t>(call.segments),
-              .tile = static_cast<uint32_t>(call.tile),
-              .tiles = static_cast<uint32_t>(tiles),
-              .bits = bits,
-              .scanned = tiles > kUnscanned,
-              .to = ids,
-              .counts = call.work + pairs,
-              .counts_step = call.work_size};
+  Params p = {};
+  p.rows = static_cast<uint32_t>(call.rows);
+  p.segments = static_cast<uint32_t>(call.segments);
+  p.tile = static_cast<uint32_t>(call.tile);
+  p.tiles = static_cast<uint32_t>(tiles);
+  p.bits = bits;
+  p.scanned = tiles > kUnscanned;
+  p.to = ids;
+  p.counts = call.work + pairs;
+  p.counts_step = call.work_size;
   const auto launch = [&](auto* kernel, int64_t blocks, int threads, size_t shared) {
     return Launch(kernel,
                   {.grid = dim3(static_cast<unsigned>(blocks)),
