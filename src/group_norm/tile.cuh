@@ -29,10 +29,11 @@ struct Tile {
   int set, part;
   int groups, channels, slots;  // of the set, the last of which may have fewer
   int first_group, first_channel;
-  int slot, lane;      // this thread's slot in the first pass
-  int64_t begin;       // the first unit of the part
-  int units;           // of the part
-  int64_t origin;      // the first element of the set
+  int slot, lane;   // this thread's slot in the first pass
+  int64_t begin;    // the first unit of the part
+  int units;        // of the part
+  int least, more;  // each lane has so many of them, and the first ones have one more
+  int64_t origin;   // the first element of the set
 
   __device__ __forceinline__ Tile(const Plan& plan, uint32_t block) : plan(plan) {
     const uint32_t parts = plan.parts, sets = plan.sets;
@@ -50,6 +51,8 @@ struct Tile {
     lane = kLast ? thread / plan.width : thread % plan.lanes;
     begin = part * plan.part_units;
     units = static_cast<int>(min(plan.part_units, plan.units - begin));
+    least = static_cast<uint32_t>(units) / static_cast<uint32_t>(plan.lanes);
+    more = units - least * plan.lanes;
     if (lane >= plan.lanes) slot = 1 << 24;  // of no pass
     origin = sample * plan.channels * plan.positions +
              first_channel * (kLast ? int64_t{1} : plan.positions);
@@ -60,10 +63,7 @@ struct Tile {
     return kLast ? lane * plan.width + slot : slot * plan.lanes + lane;
   }
   // The units that a lane has of a slot.
-  __device__ __forceinline__ int UnitsOf(int lane) const {
-    const int own = units - lane;
-    return own <= 0 ? 0 : static_cast<int>(static_cast<uint32_t>(own - 1) / plan.lanes) + 1;
-  }
+  __device__ __forceinline__ int UnitsOf(int lane) const { return least + (lane < more ? 1 : 0); }
   // An element of the set's group.
   __device__ __forceinline__ int64_t BaseOf(int group) const {
     return origin + int64_t{group} * plan.group_channels * (kLast ? int64_t{1} : plan.positions);
