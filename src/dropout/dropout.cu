@@ -280,10 +280,10 @@ cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int6
           threads = count / kSeedBlock;
         }
         const int64_t blocks = CeilDiv(threads, kThreads);
-        const cudaError_t error =
-            kernel == nullptr
-                ? LaunchAnyType<DropoutFamily, kThreads>(dtype, blocks, stream, Elements{params})
-                : Launch(kernel, Grid(blocks, kThreads), stream, params);
+        const cudaError_t error = kernel == nullptr
+                                      ? LaunchAnyType<DropoutFamily, kThreads>(
+                                            dtype, Grid(blocks, kThreads), stream, Elements{params})
+                                      : Launch(kernel, Grid(blocks, kThreads), stream, params);
         if (error != cudaSuccess) return error;
       }
     }

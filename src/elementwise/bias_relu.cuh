@@ -381,8 +381,8 @@ inline cudaError_t BiasReluForward(const BroadcastShape& shape, DType dtype,
       const Kernel kernel = wide ? KernelFor<T, ComputeType<T>>(access) : KernelFor<T, T>(access);
       if (tiles) return LaunchRelu(kernel, size, kReluTile<T>, params, stream);
     }
-    return LaunchAnyType<BiasActKernels, kReluThreads>(dtype, ReluBlocks(size, 0), stream,
-                                                       Chunks{params, wide});
+    return LaunchAnyType<BiasActKernels, kReluThreads>(
+        dtype, Grid(ReluBlocks(size, 0), kReluThreads), stream, Chunks{params, wide});
   });
 }
 

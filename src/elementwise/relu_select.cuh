@@ -135,8 +135,8 @@ cudaError_t ReluSelect(int64_t size, DType dtype, const void* dy, const ReluMask
                          mask};
   const size_t bytes = DTypeSize(dtype);
   if (CommonAlignment({dy, dx}) < 16 || bytes == 8) {
-    return LaunchAnyType<Family, kReluThreads>(dtype, ReluBlocks(size, 0), stream,
-                                               SelectChunks{params});
+    return LaunchAnyType<Family, kReluThreads>(dtype, Grid(ReluBlocks(size, 0), kReluThreads),
+                                               stream, SelectChunks{params});
   }
   const auto launch = [&]<typename U>(U) {
     const auto kernel = mask.ragged ? KernelOf<Family, SelectKernel<U, true>>()

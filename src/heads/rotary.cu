@@ -495,12 +495,13 @@ template <bool kSums>
 cudaError_t LaunchRotary(DType dtype, bool units, int64_t blocks, const Tiles& t,
                          const RotaryArrays& arrays, cudaStream_t stream) {
   constexpr int kThreads = kWarps * kWarpSize;
+  const LaunchConfig config = Grid(blocks, kThreads);
   return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
     if constexpr (sizeof(T) < 8) {
       const auto kernel = KernelOf<Rotary, RotaryKernel<T, kSums>>();
-      if (units) return Launch(kernel, Grid(blocks, kThreads), stream, t, arrays);
+      if (units) return Launch(kernel, config, stream, t, arrays);
     }
-    return LaunchAnyType<Rotary, kThreads>(dtype, blocks, stream, RotaryElements<kSums>{t, arrays});
+    return LaunchAnyType<Rotary, kThreads>(dtype, config, stream, RotaryElements<kSums>{t, arrays});
   });
 }
 

@@ -61,13 +61,13 @@ cudaError_t LaunchTree(const WindowSumPlan& plan, const Arrays& a, DType dtype, 
     const int64_t nodes = a.outer * count[level] * a.inner;
     const TreeLevel next = {from, to, a.outer, count[level - 1], count[level], a.inner};
     const cudaError_t error = LaunchAnyType<WindowSums, kWindowSumThreads>(
-        level == 1 ? dtype : sums, WindowSumBlocks(nodes), stream, next);
+        level == 1 ? dtype : sums, Grid(WindowSumBlocks(nodes), kWindowSumThreads), stream, next);
     if (error != cudaSuccess) return error;
     from = to;
     to += nodes * static_cast<int64_t>(DTypeSize(sums));
   }
-  return LaunchAnyType<WindowSums, kWindowSumThreads>(dtype, plan.blocks, stream,
-                                                      Tree{a, plan.tree, workspace});
+  return LaunchAnyType<WindowSums, kWindowSumThreads>(dtype, Grid(plan.blocks, kWindowSumThreads),
+                                                      stream, Tree{a, plan.tree, workspace});
 }
 
 template <typename T>
@@ -84,8 +84,7 @@ cudaError_t LaunchPlan(const WindowSumPlan& plan, const Arrays& a, void* workspa
           return Launch(KernelOf<WindowSums, DirectUnitsKernel<T>>(), config, stream, a);
         }
       }
-      return LaunchAnyType<WindowSums, kWindowSumThreads>(kDTypeOf<T>, plan.blocks, stream,
-                                                          Direct{a});
+      return LaunchAnyType<WindowSums, kWindowSumThreads>(kDTypeOf<T>, config, stream, Direct{a});
     case WindowSumKernel::kTree:
       return LaunchTree(plan, a, kDTypeOf<T>, workspace, stream);
     case WindowSumKernel::kColumns:

@@ -69,12 +69,6 @@ cudaError_t LaunchAnyType(DType dtype, const LaunchConfig& config, cudaStream_t 
   return Launch(kernel, config, stream, dtype, work);
 }
 
-// In blocks of kThreads threads.
-template <typename Family, int kThreads, typename Work>
-cudaError_t LaunchAnyType(DType dtype, int64_t blocks, cudaStream_t stream, const Work& work) {
-  return LaunchAnyType<Family, kThreads>(dtype, Grid(blocks, kThreads), stream, work);
-}
-
 }  // namespace jax_fastops::cuda
 
 #endif  // JAX_FASTOPS_CORE_CUDA_DISPATCH_CUH_

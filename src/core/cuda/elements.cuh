@@ -472,11 +472,12 @@ ElementsChoice<F> ElementsKernelOf(int set, std::integer_sequence<int, kSets...>
 template <typename F, typename T, bool kWide>
 ElementsChoice<F> ChooseElements(Access access, int set) {
   if constexpr (sizeof(T) < 8) {
-    const auto rows = ElementsKernelOf<F, T, Access::kRows, kWide>(set, typename F::RowSets());
-    const auto ragged =
-        ElementsKernelOf<F, T, Access::kRagged, kWide>(set, typename F::RaggedSets());
-    if (access == Access::kRows) return rows;
-    if (access == Access::kRagged) return ragged;
+    if (access == Access::kRows) {
+      return ElementsKernelOf<F, T, Access::kRows, kWide>(set, typename F::RowSets());
+    }
+    if (access == Access::kRagged) {
+      return ElementsKernelOf<F, T, Access::kRagged, kWide>(set, typename F::RaggedSets());
+    }
   }
   return {};
 }
@@ -557,12 +558,13 @@ cudaError_t LaunchElements(const F& f, const BroadcastShape& given, const Operan
     if (d == p.rank - 1 && access == Access::kRows) length = std::max<int64_t>(length / size, 1);
     p.length[d] = FastDivisor(static_cast<uint32_t>(length));
   }
-  const int64_t blocks = CeilDiv(shape.elements(), kElementsThreads * choice.words * size);
+  const LaunchConfig config =
+      Grid(CeilDiv(shape.elements(), kElementsThreads * choice.words * size), kElementsThreads);
   if (choice.kernel == nullptr) {
-    return LaunchAnyType<typename F::Family, kElementsThreads>(kDTypeOf<T>, blocks, stream,
+    return LaunchAnyType<typename F::Family, kElementsThreads>(kDTypeOf<T>, config, stream,
                                                                SingleElements<F>{p});
   }
-  return Launch(choice.kernel, Grid(blocks, kElementsThreads), stream, p);
+  return Launch(choice.kernel, config, stream, p);
 }
 
 // Arrays of `shape`: the inputs.

@@ -129,13 +129,13 @@ cudaError_t PitchedElements(const F& f, int64_t rows, int64_t n, int64_t pitch, 
     using Family = typename F::Family;
     for (int64_t begin = 0; begin < lines; begin += step) {
       p.units = static_cast<uint32_t>(std::min(step, lines - begin) * (line / unit));
-      const int64_t blocks = CeilDiv(p.units, kElementsThreads * (aligned ? F::kWords : 8));
+      const LaunchConfig config =
+          Grid(CeilDiv(p.units, kElementsThreads * (aligned ? F::kWords : 8)), kElementsThreads);
       cudaError_t error;
       if (!aligned) {
-        error = LaunchAnyType<Family, kElementsThreads>(dtype, blocks, stream, FlatElements<F>{p});
+        error = LaunchAnyType<Family, kElementsThreads>(dtype, config, stream, FlatElements<F>{p});
       } else if constexpr (sizeof(T) < 8) {
-        error =
-            Launch(KernelOf<Family, FlatKernel<F, T>>(), Grid(blocks, kElementsThreads), stream, p);
+        error = Launch(KernelOf<Family, FlatKernel<F, T>>(), config, stream, p);
       }
       if (error != cudaSuccess) return error;
       const auto advance = [&](auto*& array, int index) {
