@@ -145,7 +145,14 @@ _KEEP = jax.checkpoint_policies.save_from_both_policies(
 )
 
 
-def embed(params: dict, tokens, config: Config, token_types, positions, ops: Ops):
+def embed(params: dict, tokens, config: Config, token_types, positions, key, ops: Ops):
+    """The input of the first layer: embeddings, layer norm, dropout."""
+    x = _embeddings(params, tokens, config, token_types, positions, ops)
+    x = ops.layer_norm(x, params["norm"]["scale"], params["norm"]["bias"], eps=config.eps)
+    return x if key is None or config.dropout == 0 else ops.dropout(x, key, config.dropout)
+
+
+def _embeddings(params: dict, tokens, config: Config, token_types, positions, ops: Ops):
     """The sum of the three embeddings, computed in float32 and rounded once."""
     rows = functools.partial(take_rows, config=config, ops=ops)
     x = rows(params["word"], tokens).astype(accumulator_dtype(config.dtype))

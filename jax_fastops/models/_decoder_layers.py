@@ -231,15 +231,7 @@ def forward(
     params: dict, tokens, config: Config, positions, mask, cache, ops: Ops
 ) -> tuple[Any, Any]:
     """``decoder.apply`` with the parameters of :func:`prepared`. ``mask`` may be ``Segments``."""
-    start = 0 if cache is None else cache.length
-    count = tokens.shape[1]
-    if positions is None and isinstance(mask, Segments):
-        positions = mask.positions()
-    elif positions is None:
-        positions = start + jnp.arange(count, dtype=jnp.int32)
-    angles = _angles(positions, config)
-    turns = jnp.cos(angles), jnp.sin(angles)
-    attend, cache = _attend(mask, cache, tokens, start, config)
+    turns, attend, cache = surroundings(positions, mask, cache, tokens, config)
     x = take_rows(params["embeddings"], tokens, config, ops).astype(config.dtype)
     cached: Any = None if cache is None else (cache.keys, cache.values)
     each: Any = params["layers"], cached
@@ -252,15 +244,36 @@ def forward(
     else:  # the two parts of a layer's result go to the next layer, whose norm adds them up
 
         def layer(parts, each):
-            *parts, cached = _layer(each[0], *parts, each[1], config, turns, attend, ops)
+            x, residual = parts
+            *parts, cached = _layer(each[0], x, residual, each[1], config, turns, attend, ops)
             return parts, cached
 
         (x, residual), cached = in_turn(layer, (x, None), each, config)
-    hidden, _ = _norm(params["norm"], x, residual, config, ops)
+    hidden = last_norm(params, x, residual, config, ops)
     if cache is None:
         return hidden, None
     keys, values = cached if config.scan else map(list, zip(*cached, strict=True))
-    return hidden, cache._replace(keys=keys, values=values, length=cache.length + jnp.int32(count))
+    length = cache.length + jnp.int32(tokens.shape[1])
+    return hidden, cache._replace(keys=keys, values=values, length=length)
+
+
+def last_norm(params: dict, x, residual, config: Config, ops: Ops):
+    """The norm after the layers, of ``x`` or of its sum with ``residual``."""
+    return _norm(params["norm"], x, residual, config, ops)[0]
+
+
+def surroundings(positions, mask, cache, tokens, config: Config) -> tuple[Any, _Attend, Any]:
+    """The rotary turns of tokens, what they attend to, and the cache with their mask.
+
+    Of ``tokens``, only the batch and the sequence matter.
+    """
+    start = 0 if cache is None else cache.length
+    if positions is None and isinstance(mask, Segments):
+        positions = mask.positions()
+    elif positions is None:
+        positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    angles = _angles(positions, config)
+    return (jnp.cos(angles), jnp.sin(angles)), *_attend(mask, cache, tokens, start, config)
 
 
 def layer_function(config: Config, turns, attend: _Attend, ops: Ops) -> Callable:
