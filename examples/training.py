@@ -3,9 +3,11 @@
 The text is that of ``--text``, by default the texts in scikit-learn.
 
 **Devices.** A mesh of all devices has one axis, ``"data"``. Parameters are replicated, a batch is
-sharded, and the only communication is the all-reduce of gradients and of the loss. The axis type is
-Auto, although ``jax.make_mesh`` defaults to Explicit since jax 0.9: the models set no shardings, so
-the compiler derives them. To try it without GPUs::
+sharded, and the only communication is the all-reduce of gradients and of the loss. With ``--zero``,
+each device keeps a part of the parameters and of the optimizer's state, gathers the parameters for
+a step, and updates its part (``jax_fastops.models.zero``). The axis type is Auto, although
+``jax.make_mesh`` defaults to Explicit since jax 0.9: the models set no shardings, so the compiler
+derives them. To try it without GPUs::
 
     export JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
 
@@ -47,6 +49,7 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax_fastops.models import zero
 from rich.console import Console
 
 import loop
@@ -147,6 +150,7 @@ def parse(example: Example, argv: Sequence[str] | None) -> argparse.Namespace:
     add("--ops", choices=example.ops, default="fastops", help="the kernels, or plain JAX")
     add("--rate", type=loop.above_zero, metavar="R", help="of learning (default: by size)")
     add("--warm-up", type=loop.positive, default=50, metavar="N", help="steps to it (default: 50)")
+    add("--zero", action="store_true", help="a part of the state on each device (ZeRO-1)")
     add("--coordinator", metavar="HOST:PORT", help="the address of process 0, or auto")
     add("--processes", type=loop.positive, metavar="N", help="in all")
     add("--process", type=int, metavar="I", help="the number of this one, from 0")
@@ -213,7 +217,7 @@ def connect(options: argparse.Namespace) -> None:
 def check_equal(options: argparse.Namespace) -> None:
     """Ends the program if the processes have other options or texts than each other."""
     if jax.process_count() > 1:
-        others = ("dtype", "ops", "attention", "steps", "every", "checkpoint")
+        others = ("dtype", "ops", "attention", "steps", "every", "checkpoint", "zero")
         values = [options.made_with, *(getattr(options, name) for name in others)]
         digest = np.frombuffer(hashlib.sha256(repr(values).encode()).digest(), np.uint8)
         if np.any(multihost_utils.process_allgather(digest) != digest):
@@ -244,8 +248,9 @@ def optimiser(options: argparse.Namespace) -> optax.GradientTransformation:
 class Training:
     """The compiled step and its inputs.
 
-    The state is ``{"params", "optimiser", "step"}``, replicated on all devices. ``step`` is the
-    number of completed steps.
+    The state is ``{"params", "optimiser", "step"}``, replicated on all devices, or sharded with
+    ``--zero``. ``step`` is the number of completed steps. ``abstract`` has the state's shapes,
+    dtypes and shardings.
     """
 
     def __init__(self, example: Example, options: argparse.Namespace, mesh: Mesh):
@@ -263,29 +268,28 @@ class Training:
             params = example.init(jax.random.key(options.seed), config)
             return {"params": params, "optimiser": optimise.init(params), "step": jnp.int32(0)}
 
+        def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+            whole = zero.gather(params, mesh, options.dtype) if options.zero else params
+            return example.loss(whole, batch, key, config, ops)
+
         def update(state: dict, batch: Any) -> tuple[dict, jax.Array]:
             # A key that is derived from the seed, other than the key of the parameters.
             key = jax.random.fold_in(jax.random.key(options.seed), 1 + state["step"])
-            value, grads = jax.value_and_grad(example.loss)(
-                state["params"], batch, key, config, ops
-            )
+            value, grads = jax.value_and_grad(loss)(state["params"], batch, key)
             changes, inner = optimise.update(grads, state["optimiser"], state["params"])
             params = optax.apply_updates(state["params"], changes)
             return {"params": params, "optimiser": inner, "step": state["step"] + 1}, value
 
-        self.init = jax.jit(init, out_shardings=self.everywhere)
-        self._update = jax.jit(update, donate_argnums=0, out_shardings=self.everywhere)
-        self._loss = jax.jit(
-            lambda params, batch: example.loss(params, batch, None, config, ops),
-            out_shardings=self.everywhere,
+        state = jax.eval_shape(init)
+        places = jax.tree.map(lambda _: self.everywhere, state)
+        places = zero.shardings(state, mesh) if options.zero else places
+        self.abstract = jax.tree.map(
+            lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), state, places
         )
-
-    @functools.cached_property
-    def abstract(self) -> dict:
-        """The state's shapes, dtypes and shardings."""
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.everywhere),
-            jax.eval_shape(self.init),
+        self.init = jax.jit(init, out_shardings=places)
+        self._update = jax.jit(update, donate_argnums=0, out_shardings=(places, self.everywhere))
+        self._loss = jax.jit(
+            lambda params, batch: loss(params, batch, None), out_shardings=self.everywhere
         )
 
     @functools.cached_property
