@@ -24,6 +24,8 @@ from benchmarks.tables import (
     one_line_table,
     others_summary,
     others_table,
+    remat_table,
+    several_table,
     table,
 )
 
@@ -38,6 +40,11 @@ GUIDES = {
         job_table,
         "The table has the time of a token of a Llama-type model with 8 layers, 2048 wide"
         " (`python -m benchmarks decoding`).",
+    ),
+    "several-2": (
+        several_table,
+        "The table has whole training steps (`python -m benchmarks several`). Of two GPUs with data"
+        " parallelism, each has the batch of one. A loop's collectives count once.",
     ),
 }
 CUT = 4.0  # floors: longer bars are cut
@@ -62,6 +69,8 @@ def write(folder: Path) -> None:
         parts[name] = f"{headline(results)}.\n\n{job_table(results)}"
     parts["fusing"] = f"{headline(load(f'fusing-{H100}'))}.\n\n{fused_table(numbers.fused())}"
     parts["others"] = _others()
+    remat = load(f"remat-{CPU}")
+    parts["remat"] = f"{headline(remat)}.\n\n{remat_table(remat)}"
     parts["one-line"] = one_line_table(numbers.one_line())
     for name, (of_rows, question) in GUIDES.items():
         found = [load(file) for file in _measured(name)]
