@@ -50,7 +50,7 @@ from jax_fastops import _compat
 from jax_fastops.models import _bert_layers, _decoder_layers, _parameters, bert, decoder
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._layers import in_turn
-from jax_fastops.models._products import take_rows, vocabulary_loss
+from jax_fastops.models._products import accumulator_dtype, take_rows, vocabulary_loss
 from jax_fastops.models._segments import Segments
 
 __all__ = [
@@ -400,6 +400,10 @@ class _Run(NamedTuple):
         ``index`` is an integer that no other stage, micro-batch and shard of the batch has.
         """
         manual = {self.stage} if self.data is None else {self.stage, self.data}
+        own = sent = x.dtype
+        if jax.default_backend() == "cpu":
+            # XLA for CPUs aborts at a 16-bit sum over some of a mesh's axes.
+            sent = accumulator_dtype(own)
 
         def run(layers, x, given):
             # As the types say that they vary, gradients are summed over the data once, at the end.
@@ -407,18 +411,26 @@ class _Run(NamedTuple):
                 jax.tree.map(lambda a: _compat.as_varying(a, frozenset(manual)), tree)
                 for tree in (layers, x)
             )
-            return self._ticks(layers_of, layers, x, given)
+            results = self._ticks(layers_of, layers, x.astype(own), given).astype(sent)
+            # Only the last stage has them.
+            last = jax.lax.axis_index(self.stage) == self.stages - 1
+            results = jnp.where(last, results, jnp.zeros_like(results))
+            return jax.lax.psum(results, self.stage)
 
         of_batch = P(self.data)
-        return jax.shard_map(
+        run = jax.shard_map(
             run,
             in_specs=(P(self.stage), of_batch, of_batch),
             out_specs=of_batch,
             axis_names=manual,
-        )(layers, x, given)
+        )
+        return run(layers, x.astype(sent), given).astype(own)
 
     def _ticks(self, layers_of: Callable, layers, x, given):
-        """``__call__`` on one device: its layers, and its shard of the batch."""
+        """``__call__`` on one device: its layers, and its shard of the batch.
+
+        The result is that of all layers on the last stage.
+        """
         here, count = jax.lax.axis_index(self.stage), self.micro_batches
         shard = 0 if self.data is None else jax.lax.axis_index(self.data)
         x, given = jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), (x, given))
@@ -445,10 +457,7 @@ class _Run(NamedTuple):
                 held, result = tick(held, (number, x[min(number, count - 1)]))
                 results.append(result)
             results = jnp.stack(results)
-        results = results[self.stages - 1 :]
-        # Only the last stage has them.
-        results = jnp.where(here == self.stages - 1, results, jnp.zeros_like(results))
-        return jax.lax.psum(results, self.stage).reshape(-1, *x.shape[2:])
+        return results[self.stages - 1 :].reshape(-1, *x.shape[2:])
 
     def _stage(self, layer: Callable, each, x, here):
         """Applies the layers of a stage, except those that only fill it."""
