@@ -13,7 +13,7 @@ import sys
 
 import jax
 import numpy as np
-from jax_fastops.models import decoder
+from jax_fastops.models import decoder, pipeline
 
 import masked_text
 import training
@@ -30,9 +30,12 @@ def config(size: decoder.Config, options: argparse.Namespace) -> decoder.Config:
     )
 
 
-def loss(params, tokens: np.ndarray, key, config: decoder.Config, ops: decoder.Ops) -> jax.Array:
+def loss(
+    params, tokens: np.ndarray, key, config: decoder.Config, ops: decoder.Ops, **staged
+) -> jax.Array:
     del key  # there is no dropout
-    return decoder.loss(params, tokens, config, mask=tokens != masked_text.PADDING, ops=ops)
+    mean = pipeline.decoder_loss if staged else decoder.loss
+    return mean(params, tokens, config, mask=tokens != masked_text.PADDING, ops=ops, **staged)
 
 
 EXAMPLE = training.Example(

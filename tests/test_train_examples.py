@@ -91,7 +91,8 @@ def compiled(model: str, *options: str):
     shared, scripts = modules()
     example = scripts[model].EXAMPLE
     with fo.use_implementation("native"):
-        made = shared.Training(example, shared.parse(example, FEW + options), shared.data_mesh())
+        parsed = shared.parse(example, FEW + options)
+        made = shared.Training(example, parsed, shared.data_mesh(parsed.stages))
         assert made.update
     return made
 
@@ -230,7 +231,8 @@ def test_resumed_on_fewer_devices(start, tmp_path, options):
 @pytest.mark.parametrize(
     "model, killed, resumed, options",
     [
-        ("decoder", 1, 1, ["--zero"]),
+        ("decoder", 1, 1, ["--stages=2"]),
+        pytest.param("decoder", 1, 1, ["--zero"], marks=pytest.mark.slow),
         pytest.param("bert", 1, 1, [], marks=pytest.mark.slow),
         pytest.param("decoder", 0, 4, [], marks=pytest.mark.slow),
         pytest.param("bert", 0, 4, ["--zero"], marks=pytest.mark.slow),
@@ -391,6 +393,9 @@ def test_step_is_all_there_is(shared):
         (["--text=blank.txt"], "--text: blank.txt has no text in it"),
         (["--checkpoint=blank.txt"], "blank.txt is not a folder"),
         (["--processes=2"], "--coordinator, --processes and --process need each other"),
+        (["--micro-batches=2"], "--micro-batches needs --stages"),
+        (["--stages=3"], "--stages is 3; it must divide "),
+        (["--stages=1", "--micro-batches=3"], "--batch is 8; it must be a multiple of "),
         (
             ["--coordinator=here:1", "--processes=2", "--process=2"],
             "--process is 2; it must be from 0 to 1",
