@@ -123,7 +123,8 @@ def partition_specs(
       config: the configuration of a BERT or a decoder.
       stage: the name of the mesh axis of the stages.
       tensor: the name of the mesh axis of tensor parallelism.
-      heads: ``mlm``, ``nsp``, ``labels`` and ``qa`` of :func:`bert.partition_specs`.
+      heads: ``mlm``, ``nsp``, ``labels`` and ``qa``, as in
+        :func:`jax_fastops.models.bert.partition_specs`.
 
     Example:
       >>> specs = pipeline.partition_specs(decoder.SMALL)
