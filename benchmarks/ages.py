@@ -16,6 +16,7 @@ JOBS = {
     "inference": _BERT,
     "decoder": ("heads", "norm", "gated_act", "linear_cross_entropy"),
     "decoding": ("heads", "norm", "gated_act", "attention"),
+    "packing": (*_BERT, "gated_act"),
     "resnet": ("batch_norm", "max_pool"),
     "neighbours": ("transpose", "heads"),
 }

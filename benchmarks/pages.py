@@ -24,6 +24,7 @@ from benchmarks.tables import (
     one_line_table,
     others_summary,
     others_table,
+    packing_table,
     remat_table,
     several_table,
     table,
@@ -45,6 +46,16 @@ GUIDES = {
         several_table,
         "The table has whole training steps (`python -m benchmarks several`). Of two GPUs with data"
         " parallelism, each has the batch of one. A loop's collectives count once.",
+    ),
+    "packing": (
+        packing_table,
+        "The table has a training step of BERT-base with dropout, on sentences of 128 to 384 tokens"
+        " (`python -m benchmarks packing`).",
+    ),
+    "packing-decoder": (
+        packing_table,
+        "The table has a training step of a Llama-type model with 8 layers, 2048 wide, on documents"
+        " of 128 to 896 tokens (`python -m benchmarks packing --model decoder`).",
     ),
 }
 CUT = 4.0  # floors: longer bars are cut

@@ -88,7 +88,7 @@ def others(path: Path, results: dict, rows: list[dict]) -> list[dict]:
 
 
 def combined(results: list[dict]) -> dict:
-    """One row of several processes: the medians of their times, and the rest of the first."""
+    """One row of several processes: the medians of times and rates, and the rest of the first."""
     if failed := [one for one in results if "error" in one]:
         return failed[0]
     if len(results) == 1:
@@ -96,7 +96,7 @@ def combined(results: list[dict]) -> dict:
     row = results[0] | {"processes": len(results)}
     for key in results[0]:
         times = [one.get(key) for one in results]
-        is_time = key == "ms" or key.endswith("_ms")
+        is_time = key == "ms" or key.endswith(("_ms", "_per_s"))
         if is_time and all(isinstance(time, (int, float)) for time in times):
             row |= {key: statistics.median(times), f"all_{key}": times}
     return row

@@ -25,6 +25,14 @@ CASE = {
 }
 OTHERS = {"autofuse": "`autofuse`", "tune": "`autofuse(tune=True)`"}
 JOBS = {"ours": "jax_fastops", "plain": "plain JAX", "torch": "compiled PyTorch"}
+ROWS = {  # of the job `packing`
+    "packed": "packed",
+    "packed-segments": "packed, with `max_segments` for attention",
+    "unpacked": "one sequence in a row",
+    "listed": "the same, with `token_capacity`",
+    "plain": "one sequence in a row, plain JAX",
+    "torch": "one sequence in a row, compiled PyTorch",
+}
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -138,6 +146,27 @@ def job_table(results: dict) -> str:
         rows.append(cells + ([_kernels(found["ours"])] if kernels else []))
     header += [title for title, _ in sums.values()]
     return markdown(header + (["kernels of jax_fastops"] if kernels else []), rows)
+
+
+def packing_table(results: dict) -> str:
+    """A row per contender and shape of the job ``packing``. Tokens are those without padding."""
+    rows = [row for row in results["rows"] if "ms" in row]
+    base = max((r["tokens_per_s"] for r in rows if r["contender"] == "unpacked"), default=None)
+    header = ["rows", CASE["shape"], "not padding", "a step", "tokens per second"]
+    return markdown(
+        [*header, f"over {ROWS['unpacked']}"],
+        [
+            [
+                ROWS[row["contender"]],
+                row["shape"].replace("x", " x "),
+                f"{row['fill']:.1%}",
+                _span(row),
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['tokens_per_s'] / base:.2f}x" if base else "-",
+            ]
+            for row in rows
+        ],
+    )
 
 
 def _kernels(row: dict) -> str:

@@ -27,7 +27,7 @@ def load(model: nn.Module, config) -> nn.Module:
     jax.config.update("jax_platforms", "cpu")
     init = bert.init if isinstance(model, Bert) else decoder.init
     more = {"mlm": True} if init is bert.init else {}
-    start = jax.jit(init, static_argnums=1, static_argnames="mlm")
+    start = jax.jit(init, static_argnums=1, static_argnames=tuple(more))
     params = jax.device_get(start(jax.random.key(0), config, **more))
     pairs = model.parts(params)
     for layer, one in zip(model.layers, params["layers"], strict=True):

@@ -27,11 +27,11 @@ WARM_UP = 0.1  # the share of steps in which the rate rises
 
 
 def model(ops: bert.Ops) -> train.Model:
-    """The network with these ops. ``x`` is the tokens and their mask. There are no statistics."""
+    """The network with these ops. ``x`` is tokens and segments. There are no statistics."""
 
     def logits(params, statistics, x, ops=ops):
-        tokens, inside = x
-        hidden, _ = bert.apply(params, tokens, CONFIG, mask=inside, ops=ops)
+        tokens, ids = x
+        hidden, _ = bert.apply(params, tokens, CONFIG, segment_ids=ids, ops=ops)
         return bert.masked_lm_logits(params, hidden, CONFIG, ops=ops)
 
     def kept(params, statistics, x):

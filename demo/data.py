@@ -70,7 +70,7 @@ def digits() -> Digits:
 
 @dataclass(frozen=True)
 class Text:
-    """Texts as bytes. Batches are ``(tokens, inside), (targets, chosen)`` of ``masked_text``."""
+    """Texts as bytes. Batches are ``(tokens, ids), (targets, chosen)`` of ``masked_text``."""
 
     train: list[np.ndarray]
     test_x: tuple[np.ndarray, np.ndarray]
@@ -101,4 +101,4 @@ def text() -> Text:
 
 def _windows(texts, size: int, rng) -> tuple[tuple, tuple]:
     made = masked_text.batch(texts, size, LENGTH, rng)
-    return (made.tokens, made.inside), (made.targets, made.chosen)
+    return (made.tokens, made.segment_ids), (made.targets, made.chosen)

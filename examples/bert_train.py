@@ -4,8 +4,8 @@
     python examples/bert_train.py --checkpoint /tmp/bert
 
 The model reads bytes, some of them hidden, and learns to predict the hidden ones
-(``masked_text.py``). ``training.py`` has the loop, and describes devices, processes and
-checkpoints.
+(``masked_text.py``). Texts that are shorter than ``--length`` share rows, and none sees another
+one. ``training.py`` has the loop, and describes devices, processes and checkpoints.
 """
 
 import argparse
@@ -51,7 +51,8 @@ def loss(
     apply, head = bert.apply, bert.masked_lm_loss
     if staged:
         apply, head = pipeline.bert_apply, pipeline.bert_masked_lm_loss
-    hidden, _ = apply(params, batch.tokens, config, mask=batch.inside, key=key, ops=ops, **staged)
+    given = dict(segment_ids=batch.segment_ids, key=key, ops=ops, **staged)
+    hidden, _ = apply(params, batch.tokens, config, **given)
     return head(params, hidden, batch.targets, config, where=batch.chosen, ops=ops)
 
 

@@ -3,8 +3,9 @@
     pip install '.[train]'
     python examples/decoder_train.py --checkpoint /tmp/decoder
 
-The model, of Llama's type, reads bytes and learns to predict the next one. ``training.py`` has the
-loop, and describes devices, processes and checkpoints.
+The model, of Llama's type, reads bytes and learns to predict the next one. Texts that are shorter
+than ``--length`` share rows, and none sees another one. ``training.py`` has the loop, and describes
+devices, processes and checkpoints.
 """
 
 import argparse
@@ -12,7 +13,6 @@ import dataclasses
 import sys
 
 import jax
-import numpy as np
 from jax_fastops.models import decoder, pipeline
 
 import masked_text
@@ -31,11 +31,11 @@ def config(size: decoder.Config, options: argparse.Namespace) -> decoder.Config:
 
 
 def loss(
-    params, tokens: np.ndarray, key, config: decoder.Config, ops: decoder.Ops, **staged
+    params, rows: masked_text.Rows, key, config: decoder.Config, ops: decoder.Ops, **staged
 ) -> jax.Array:
     del key  # there is no dropout
     mean = pipeline.decoder_loss if staged else decoder.loss
-    return mean(params, tokens, config, mask=tokens != masked_text.PADDING, ops=ops, **staged)
+    return mean(params, rows.tokens, config, segment_ids=rows.segment_ids, ops=ops, **staged)
 
 
 EXAMPLE = training.Example(
@@ -47,7 +47,7 @@ EXAMPLE = training.Example(
     ops={"fastops": decoder.FASTOPS, "plain": decoder.PLAIN},
     config=config,
     init=decoder.init,
-    batch=masked_text.windows,
+    batch=masked_text.packed,
     loss=loss,
 )
 

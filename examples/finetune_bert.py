@@ -7,6 +7,9 @@ FOLDER has a BERT of Hugging Face: ``config.json``, ``model.safetensors`` and ``
 ``huggingface_hub.snapshot_download("bert-base-uncased")`` downloads one. A file of texts has a line
 for each: the label, a tab, and the text. The labels of the training texts are the classes.
 
+Short texts share rows, so that little of a batch is padding: ``packing`` of ``jax_fastops.models``
+puts them there, and the model gives an output for each. A step has about ``--batch`` texts.
+
 The accuracy on the test texts is printed at each checkpoint and at the end. OUT is a folder that
 ``AutoModelForSequenceClassification`` and ``AutoTokenizer`` of transformers load. ``loop.py``
 describes progress, checkpoints and what Ctrl-C does.
@@ -18,13 +21,14 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax_fastops as fo
 import numpy as np
 import optax
-from jax_fastops.models import bert, bert_checkpoint
+from jax_fastops.models import bert, bert_checkpoint, packing
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -40,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(
         f"{len(job.train)} texts of {len(options.classes)} classes, {len(job.test)} for the test; "
         f"{job.config.layers} layers, {job.config.dtype}, {jax.devices()[0].device_kind}",
+        highlight=False,
+    )
+    tokens = job.rows(0).segment_ids
+    console.print(
+        f"{len(tokens)} rows of {job.length} tokens; {(tokens > 0).mean():.1%} is not padding",
         highlight=False,
     )
     state, losses = loop.train(job, console)
@@ -109,6 +118,25 @@ def texts(path: Path) -> list[tuple[str, str]]:
     return found
 
 
+class Rows(NamedTuple):
+    """Rows of texts. ``labels`` ``[rows, segments]`` are -1 where a row has no such segment."""
+
+    tokens: np.ndarray
+    segment_ids: np.ndarray
+    labels: np.ndarray
+
+    def at(self, index) -> "Rows":
+        return Rows(*(array[index] for array in self))
+
+
+def packed(texts: Sequence[tuple[np.ndarray, int]], length: int) -> Rows:
+    """The texts, which are tokens and labels, in as few rows as they need."""
+    found = packing.pack([tokens for tokens, _ in texts], length)
+    labels = np.full((len(found.tokens), found.segments.max()), -1, np.int32)
+    labels[found.rows, found.segments - 1] = [label for _, label in texts]
+    return Rows(found.tokens, found.segment_ids, labels)
+
+
 class FineTuning:
     """The job of the loop. The state is ``{"params", "optimizer", "step"}``."""
 
@@ -119,11 +147,14 @@ class FineTuning:
             self.config, self.params = bert_checkpoint.load(options.folder, dtype=options.dtype)
         except Exception as error:  # tokenizers has no class of errors
             options.error(str(error).partition("\n")[0])
-        length = min(options.length, self.config.positions)
-        self.tokenizer.enable_truncation(length)
-        self.tokenizer.enable_padding(length=length)
-        self.train, self.test = (self.encoded(rows) for rows in (options.train, options.test))
-        self.unit, self.units = "texts", options.batch
+        self.length = min(options.length, self.config.positions)
+        self.tokenizer.enable_truncation(self.length)
+        self.tokenizer.no_padding()
+        self.train, self.test = (self.encoded(texts) for texts in (options.train, options.test))
+        self.rows = functools.lru_cache(maxsize=2)(self._rows)
+        self.count = len(self.rows(0).tokens)
+        self.size = max(1, round(options.batch * self.count / len(self.train)))
+        self.unit, self.units = "texts", self.size * len(self.train) / self.count
         fresh = bert.init(jax.random.key(options.seed), self.config, labels=len(options.classes))
         for head in ("mlm", "nsp", "qa"):  # of pretraining
             self.params.pop(head, None)
@@ -134,17 +165,25 @@ class FineTuning:
         )
         self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
 
-    def encoded(self, rows: list[tuple[str, str]]) -> list[tuple[np.ndarray, ...]]:
+    def encoded(self, texts: list[tuple[str, str]]) -> list[tuple[np.ndarray, int]]:
         classes = {label: number for number, label in enumerate(self.options.classes)}
-        found = self.tokenizer.encode_batch([text for _, text in rows])
+        found = self.tokenizer.encode_batch([text for _, text in texts])
         return [
-            (np.array(e.ids, np.int32), np.array(e.attention_mask, bool), np.int32(classes[label]))
-            for e, (label, _) in zip(found, rows, strict=True)
+            (np.array(e.ids, np.int32), classes[label])
+            for e, (label, _) in zip(found, texts, strict=True)
         ]
 
-    def logits(self, params, tokens, mask, key=None) -> jax.Array:
+    def logits(self, params, rows: Rows, key=None) -> jax.Array:
+        """``[rows, segments, classes]``."""
         keys = (None, None) if key is None else jax.random.split(key)
-        _, pooled = bert.apply(params, tokens, self.config, mask=mask, key=keys[0])
+        _, pooled = bert.apply(
+            params,
+            rows.tokens,
+            self.config,
+            segment_ids=rows.segment_ids,
+            max_segments=rows.labels.shape[1],
+            key=keys[0],
+        )
         if key is not None:
             pooled = fo.dropout(pooled, keys[1], self.config.dropout)
         return pooled @ params["classifier"]["kernel"] + params["classifier"]["bias"]
@@ -163,12 +202,13 @@ class FineTuning:
 
     @functools.cached_property
     def update(self):
-        def loss(params, tokens, mask, labels, key):
-            return fo.cross_entropy(self.logits(params, tokens, mask, key), labels).mean()
+        def loss(params, rows, key):
+            losses = fo.cross_entropy(self.logits(params, rows, key), rows.labels)
+            return losses.sum() / (rows.labels >= 0).sum()
 
         def update(state, batch):
             key = jax.random.fold_in(jax.random.key(self.options.seed), state["step"])
-            value, gradients = jax.value_and_grad(loss)(state["params"], *batch, key)
+            value, gradients = jax.value_and_grad(loss)(state["params"], batch, key)
             changes, inner = self.optimizer.update(gradients, state["optimizer"], state["params"])
             params = optax.apply_updates(state["params"], changes)
             return {"params": params, "optimizer": inner, "step": state["step"] + 1}, value
@@ -176,32 +216,33 @@ class FineTuning:
         abstract = self.abstract, self.batch(0)
         return jax.jit(update, donate_argnums=0).lower(*abstract).compile()
 
-    def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        """Rows in a random order, which is another one in each pass over the texts."""
-        size, count = self.options.batch, len(self.train)
-        rows = []
-        for place in range(step * size, (step + 1) * size):
-            rows.append(self.train[order(self.options.seed, place // count, count)[place % count]])
-        return tuple(map(np.stack, zip(*rows, strict=True)))
+    def _rows(self, epoch: int) -> Rows:
+        """All texts. In each pass over them, others share a row, and the rows are in other order.
+
+        There are as many rows in each: their number depends on the lengths only.
+        """
+        rng = np.random.default_rng((self.options.seed, epoch))
+        found = packed([self.train[i] for i in rng.permutation(len(self.train))], self.length)
+        return found.at(rng.permutation(len(found.tokens)))
+
+    def batch(self, step: int) -> Rows:
+        places = (divmod(step * self.size + row, self.count) for row in range(self.size))
+        rows = [self.rows(epoch).at(row) for epoch, row in places]
+        return Rows(*map(np.stack, zip(*rows, strict=True)))
 
     @functools.cached_property
     def _logits(self):
         return jax.jit(self.logits)
 
     def evaluate(self, state: dict) -> dict[str, float]:
-        right, size = 0, self.options.batch
-        for start in range(0, len(self.test), size):
-            rows = self.test[start : start + size]
-            filled = rows + rows[:1] * (size - len(rows))  # so that there is one program
-            tokens, mask, labels = map(np.stack, zip(*filled, strict=True))
-            found = np.asarray(self._logits(state["params"], tokens, mask)).argmax(-1)
-            right += int((found == labels)[: len(rows)].sum())
+        every = packed(self.test, self.length)
+        count, right = len(every.tokens), 0
+        for start in range(0, count, self.size):
+            at = np.arange(start, start + self.size)
+            rows = every.at(at % count)  # so that there is one program
+            found = np.asarray(self._logits(state["params"], rows)).argmax(-1)
+            right += int(((found == rows.labels) & (at < count)[:, None]).sum())
         return {"accuracy": right / len(self.test)}
-
-
-@functools.lru_cache(maxsize=2)
-def order(seed: int, epoch: int, count: int) -> np.ndarray:
-    return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 if __name__ == "__main__":

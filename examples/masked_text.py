@@ -2,8 +2,8 @@
 
 The examples that train a BERT and a decoder use it, and the demo.
 
-Tokens are the bytes of UTF-8. The bytes 0xFE and 0xFF do not occur in UTF-8; they stand for padding
-and mask. So any text is accepted, and there is no vocabulary to build.
+Tokens are the bytes of UTF-8. The byte 0xFF does not occur in UTF-8; it stands for the mask. So any
+text is accepted, and there is no vocabulary to build.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax_fastops.models import packing
 
 VOCABULARY = 256
-PADDING, MASK = 0xFE, 0xFF
+MASK = 0xFF
 SUFFIXES = (".md", ".rst", ".txt")  # of the files that are read from a folder
 
 # As in Devlin et al., "BERT": the share of tokens to predict, and the shares of these that are
@@ -25,19 +26,31 @@ CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
 
 
 class Batch(NamedTuple):
-    """Windows of text, each array ``[batch, length]``.
+    """Rows of text without padding, each array ``[batch, length]``.
 
     Attributes:
       tokens: int32, the model's input, with some tokens hidden.
-      inside: bool, true for text, false for padding.
+      segment_ids: as those of ``Rows``.
       targets: int32, the text itself.
       chosen: bool, true for the tokens to predict.
     """
 
     tokens: np.ndarray
-    inside: np.ndarray
+    segment_ids: np.ndarray | None
     targets: np.ndarray
     chosen: np.ndarray
+
+
+class Rows(NamedTuple):
+    """Rows of text without padding, int32 ``[batch, length]``.
+
+    Attributes:
+      tokens: the text.
+      segment_ids: 1, 2, ... for the texts of a row, or None if each row is of one text.
+    """
+
+    tokens: np.ndarray
+    segment_ids: np.ndarray | None
 
 
 def documents(path: Path | None = None) -> list[np.ndarray]:
@@ -61,7 +74,7 @@ def documents(path: Path | None = None) -> list[np.ndarray]:
             raise ValueError(f"{path} has no file that ends in {', '.join(SUFFIXES)}")
     else:
         files = [path]
-    # Invalid UTF-8 becomes U+FFFD, so the two special tokens cannot occur in the text.
+    # Invalid UTF-8 becomes U+FFFD, so the mask cannot occur in the text.
     texts = (f.read_text(encoding="utf-8", errors="replace").encode() for f in files)
     found = [np.frombuffer(text, np.uint8) for text in texts if text.strip()]
     if not found:
@@ -69,34 +82,37 @@ def documents(path: Path | None = None) -> list[np.ndarray]:
     return found
 
 
-def windows(
-    texts: Sequence[np.ndarray], size: int, length: int, rng: np.random.Generator
-) -> np.ndarray:
-    """``size`` random windows of ``length`` tokens, int32 ``[size, length]``.
+def packed(texts: Sequence[np.ndarray], size: int, length: int, rng: np.random.Generator) -> Rows:
+    """Random windows of texts, in ``size`` rows of ``length`` tokens.
 
-    A window lies in one text. A text that is shorter than a window is padded at the end. All
-    randomness comes from ``rng``: equal generators give equal windows.
+    A window lies in one text. If a text is shorter than a row, further windows fill the rest of it.
+    All randomness comes from ``rng``: equal generators give equal rows.
     """
     sizes = np.array([len(text) for text in texts])
-    found = np.full((size, length), PADDING, np.int32)
-    for row, index in zip(found, rng.choice(len(texts), size, p=sizes / sizes.sum()), strict=True):
-        text = texts[index]
-        start = rng.integers(max(len(text) - length, 0) + 1)
-        window = text[start : start + length]
-        row[: len(window)] = window
-    return found
+    rows = []
+    for _ in range(size):
+        parts, free = [], length
+        while free:
+            text = texts[rng.choice(len(texts), p=sizes / sizes.sum())]
+            start = rng.integers(max(len(text) - free, 0) + 1)
+            parts.append(text[start : start + free])
+            free -= len(parts[-1])
+        rows.append(packing.pack(parts, length, rows=1))
+    ids = None
+    if sizes.min() < length:
+        ids = np.concatenate([row.segment_ids for row in rows])
+    return Rows(np.concatenate([row.tokens for row in rows]), ids)
 
 
 def batch(texts: Sequence[np.ndarray], size: int, length: int, rng: np.random.Generator) -> Batch:
-    """The same windows, with some tokens hidden."""
-    targets = windows(texts, size, length, rng)
-    inside = targets != PADDING
-    chosen = inside & (rng.random(targets.shape) < CHOSEN)
+    """The same rows, with some tokens hidden."""
+    targets, segment_ids = packed(texts, size, length, rng)
+    chosen = rng.random(targets.shape) < CHOSEN
     # The replacements are drawn from the tokens of the batch.
-    others = rng.choice(targets[inside], targets.shape)
+    others = rng.choice(targets.ravel(), targets.shape)
     fate = rng.random(targets.shape)
     hidden = np.where(fate < MASKED, MASK, np.where(fate < MASKED + REPLACED, others, targets))
-    return Batch(np.where(chosen, hidden, targets).astype(np.int32), inside, targets, chosen)
+    return Batch(np.where(chosen, hidden, targets).astype(np.int32), segment_ids, targets, chosen)
 
 
 def loss(logits, targets, chosen):

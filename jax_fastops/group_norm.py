@@ -160,7 +160,7 @@ def _backward(residuals, cts, needs_grad, *, eps, activation):
         bias=bias,
         dscale=bool(needs_grad[2]),
         dbias=bool(needs_grad[3]),
-        w=_workspace(s, 2 * s.shape[-3] * s.shape[-2]),
+        w=_workspace(s, 2 * s.shape[-3] * (1 + s.shape[-2])),
         activation=activation or "none",
     )
     sums = (

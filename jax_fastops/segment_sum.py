@@ -1,9 +1,9 @@
 """``segment_sum`` adds up rows by segment, and ``take`` picks rows of a table.
 
 The gradient of each is the other. ``take`` is XLA's gather, which is as fast as a copy. The sums
-have a kernel. On a GPU, rows are read in the order of their segments: XLA sorts the ids, and the
-kernel reads each row once and writes each sum once. Its order of additions depends only on ids and
-shapes, so the sums have the same bits in every run.
+have a kernel. On a GPU, rows are read in the order of their segments: one kernel sorts the ids, and
+another one reads each row once and writes each sum once. The order of additions depends only on ids
+and shapes, so the sums have the same bits in every run.
 """
 
 from __future__ import annotations
@@ -65,17 +65,38 @@ def _tile(shape: tuple[int, ...], itemsize: int, segments: int) -> tuple[int, in
 _BLOCKS = 396  # that an H100 runs at a time
 
 
+@functools.cache
+def _sort_kernel(keys: str) -> Kernel:
+    return Kernel.declare(
+        "segment_sum.sort",
+        f"ids: ... r :int32 -> keys: ... r :{keys}, order: ... r :int32, work?: ... w :uint32",
+        segments=np.int64,
+        bits=np.int64,
+        tile=np.int64,
+    )
+
+
 def _sorted(ids, segments: int):
     """Ids ``[..., r]`` in ascending order, and where they were. Those of no segment come last.
 
-    XLA sorts by CUB, whose time is proportional to the width of the keys.
+    CUDA only. Calls that sort the same ids are one call in XLA's program.
     """
-    dtype = jnp.uint16 if segments < 2**16 else jnp.uint32
-    keys = jnp.where((ids >= 0) & (ids < segments), ids, segments).astype(dtype)
-    spec, kind = spec_of(keys), jax.typeof(keys).sharding
-    sharding = None if spec is None else NamedSharding(kind.mesh, PartitionSpec(*spec))
-    places = jax.lax.broadcasted_iota(jnp.int32, ids.shape, ids.ndim - 1, out_sharding=sharding)
-    return jax.lax.sort(match_varying((keys, places)), dimension=ids.ndim - 1, num_keys=1)
+    rows, width = ids.shape[-1], segments.bit_length()
+    passes = -(-width // _MAX_BITS)
+    bits = max(_MIN_BITS, -(-width // passes))
+    # A list that fits is sorted by one block. Else there are about as many as a GPU runs at a time.
+    tile = -(-rows // _THREADS) * _THREADS
+    if tile > _THREADS * _MAX_ITEMS:
+        tile = _THREADS * min(_MAX_ITEMS, max(4, -(-rows // (_THREADS * 512))))
+    tiles = -(-rows // tile)
+    work = (2 * rows if passes > 1 else 0) + ((tiles + 1) << bits)
+    kernel = _sort_kernel("uint16" if segments < 2**16 else "int32")
+    found = kernel(ids, work=tiles > 1, segments=segments, bits=bits, tile=tile, w=work)
+    return found.keys, found.order
+
+
+# Of the sort, as in src/segment_sum/sort.cu: bits of a digit, rows of a thread.
+_MIN_BITS, _MAX_BITS, _MAX_ITEMS = 3, 10, 16
 
 
 def _sums(x, ids, *, segments: int, ordered: bool, wide: bool):

@@ -83,6 +83,27 @@ def folded_batch_norm(x, scale, bias):
     return x * inverse + (bias - mean * inverse)
 
 
+def group_norm(x, scale, bias, groups=2):
+    """With channels last, as in the U-Nets of diffusion models."""
+    h = x.astype(jnp.float32).reshape(x.shape[0], -1, groups, x.shape[-1] // groups)
+    mean, var = h.mean((1, 3), keepdims=True), h.var((1, 3), keepdims=True)
+    h = ((h - mean) / jnp.sqrt(var + 1e-5)).reshape(x.shape)
+    return (h * scale + bias).astype(x.dtype)
+
+
+def group_norm_first(x, scale, bias, groups=2):
+    """With channels first, as in ports of PyTorch."""
+    h = x.reshape(x.shape[0], groups, -1)
+    mean, square = (jnp.mean(v, 2, keepdims=True) for v in (h, h * h))
+    h = (h - mean) * jax.lax.rsqrt(square - mean**2 + 1e-5)
+    return h.reshape(x.shape) * scale[:, None, None] + bias[:, None, None]
+
+
+def instance_norm(x, scale, bias):
+    mean, var = x.mean((1, 2), keepdims=True), x.var((1, 2), keepdims=True)
+    return scale * ((x - mean) * jax.lax.rsqrt(var + 1e-5)) + bias
+
+
 def softmax(x, axis=-1):
     e = jnp.exp(x - x.max(axis, keepdims=True))
     return e / e.sum(axis, keepdims=True)
@@ -533,6 +554,21 @@ PROGRAMS = {
         ),
         (IMAGES, IMAGES[0, :, 0, 0], IMAGES[1, :, 0, 0]),
         ["batch_norm + relu"],
+    ),
+    "group norm, gelu": (
+        lambda x, s, b: jax.nn.gelu(group_norm(x, s, b)),
+        (IMAGES, IMAGES[0, 0, 0], IMAGES[0, 0, 1]),
+        ["group_norm + gelu"],
+    ),
+    "add + group norm of NCHW": (
+        lambda x, y, s, b: group_norm_first(x + y, s, b),
+        (IMAGES.swapaxes(1, 3), IMAGES.swapaxes(1, 3), IMAGES[0, 0, 0], IMAGES[0, 0, 1]),
+        ["add + group_norm"],
+    ),
+    "instance norm, relu": (
+        lambda x, s, b: jax.nn.relu(instance_norm(x, s, b)),
+        (IMAGES, IMAGES[0, 0, 0], IMAGES[0, 0, 1]),
+        ["group_norm + relu"],
     ),
     "batch norm, silu": (
         lambda x, s, b: jax.nn.silu(folded_batch_norm(x, s, b)),

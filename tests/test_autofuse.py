@@ -100,7 +100,9 @@ def test_programs(name):
     assert targets_of(lambda *a: fo.autofuse(f)(*a), *args)
 
 
-@pytest.mark.parametrize("name", ["gelu", "softmax", "loss", "gemma rms", "residual rms", "var"])
+@pytest.mark.parametrize(
+    "name", ["gelu", "softmax", "loss", "gemma rms", "residual rms", "var", "group norm, gelu"]
+)
 def test_narrow_dtypes(name):
     f, args, patterns = PROGRAMS[name]
     args = [x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args]

@@ -251,6 +251,14 @@ FACTS = {
     "cross entropy": (
         cross_entropy, shapes((8192, 50257)) + shapes((8192,), dtype=I32), True, True),
     "attention": (attention, shapes(HEADS, HEADS, HEADS), True, True),
+    "rows of words before a product": (  # one H200: 1.38
+        lambda table, ids, w: table[ids] @ w,
+        shapes((50257, 768), dtype=BF16) + shapes((16384,), dtype=I32)
+        + shapes((768, 768), dtype=BF16), None, True),
+    "sums of messages before a product": (  # one H200: 6.7
+        lambda x, ids, w: jax.ops.segment_sum(x, ids, 100_000) @ w,
+        shapes((2_000_000, 64), dtype=BF16) + shapes((2_000_000,), dtype=I32)
+        + shapes((64, 64), dtype=BF16), True, True),
 }  # fmt: skip
 
 

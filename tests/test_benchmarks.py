@@ -206,7 +206,7 @@ def test_random_calls_are_valid(op):
 
 
 def rows_of(job, options, tmp_path):
-    alone = job in ("fusing", "remat", "several")
+    alone = job in ("fusing", "packing", "remat", "several")
     contenders = "" if alone else "--contenders ours plain"
     command = f"{job} --small --steps 1 {contenders} {options} --out {tmp_path}"
     __main__.main(command.split())
@@ -272,6 +272,20 @@ def test_decoder(tmp_path):
 def test_decoding(tmp_path):
     ours, plain = rows_of("decoding", "--shapes 2x16 --length 8", tmp_path)
     assert ours["sample"] == plain["sample"] and ours["floor_ms"] > 0
+
+
+@pytest.mark.parametrize("model", ["bert", "decoder"])
+def test_packing(tmp_path, model):
+    """The same sentences in half as many rows: the same loss and tokens."""
+    options = f"--model {model} --dropout 0 --contenders packed unpacked"
+    packed, unpacked = rows = rows_of("packing", options, tmp_path)
+    assert packed["first_loss"] == pytest.approx(unpacked["first_loss"], abs=1e-3)
+    for row in rows:
+        assert row["tokens"] == 128
+        assert row["tokens_per_s"] == pytest.approx(128e3 / row["ms"], rel=0.01)
+    assert packed["fill"] == 1 and unpacked["fill"] == 0.5
+    line = tables.packing_table({"rows": rows}).splitlines()[3]
+    assert line.startswith("| one sequence in a row | 8 x 32 | 50.0% |") and "1.00x" in line
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")

@@ -6,6 +6,7 @@ import errno
 import importlib
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -77,12 +78,14 @@ def texts(tmp_path):
 def test_fine_tuning(example, bert_folder, texts, tmp_path, capsys):
     """It learns, resumes with the same losses, and saves what transformers needs."""
     main = example("finetune_bert").main
-    given = [str(bert_folder), f"--train={texts}", "--rate=1e-2", "--batch=16", "--length=8"]
+    given = [str(bert_folder), f"--train={texts}", "--rate=1e-2", "--batch=16", "--length=16"]
     given += ["--every=20", "--steps=40"]
     checkpoint, out = tmp_path / "run", tmp_path / "[a]out"
     assert main([*given, f"--checkpoint={checkpoint}", f"--out={out}"]) == 0
     output = capsys.readouterr().out
     assert "step 40: accuracy 1.0000" in output and "texts/s" in output
+    full = re.search(r"(\d+) rows of 16 tokens; (.*)% is not padding", output)
+    assert int(full[1]) < 108 / 2 and float(full[2]) > 80
     assert "step 40/40, loss 0." in output and "00:00:00 left" in output
     assert f"The model is in {out}." in output  # brackets in it are no markup
 

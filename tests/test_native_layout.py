@@ -115,9 +115,10 @@ KEPT = {
         "a cooperative kernel keeps arrays on the chip; in functions it was 1.17 times slower",
     ),
     "heads/heads.cu": (("barrier",), "warps that share sectors stay together"),
-    "segment_sum/segment_sum.cu": (
-        ("barrier",),
-        "groups of a block pass on the sum of a segment that they share",
+    "segment_sum/*.cu": (
+        ("shuffle", "barrier"),
+        "groups of a block pass on the sum of a segment that they share; a sort ranks the keys of "
+        "a warp by ballots, and moves them through shared memory",
     ),
     "transpose/*.cuh": (
         ("barrier", "vector type"),

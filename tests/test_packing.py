@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -84,6 +85,44 @@ def test_batches(max_segments):
         assert np.mean([batch.fill for batch in found[:-4]]) > 0.97
     else:
         assert max(batch.segment_ids.max() for batch in found) == max_segments
+
+
+class Source:
+    """An iterator of sequences with a state, as those of Grain."""
+
+    def __init__(self, count: int):
+        self.given, self.place = sequences(count, 12), 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.place == len(self.given):
+            raise StopIteration
+        self.place += 1
+        return self.given[self.place - 1]
+
+    def get_state(self):
+        return {"place": self.place}
+
+    def set_state(self, state):
+        self.place = state["place"]
+
+
+def test_state():
+    """A state of any batch, through JSON, continues with the same batches."""
+    whole, states = [], []
+    stream = packing.batches(Source(100), 16, 4, max_segments=3)
+    for batch in stream:
+        whole.append(batch)
+        states.append(json.dumps(stream.get_state()))
+    for done in (1, len(whole) - 2):
+        other = packing.batches(Source(100), 16, 4, max_segments=3)
+        other.set_state(json.loads(states[done - 1]))
+        for one, expected in zip(other, whole[done:], strict=True):
+            assert all((a == b).all() for a, b in zip(one, expected, strict=True))
+    with pytest.raises(TypeError, match="of type list_iterator; it must have get_state"):
+        packing.batches([[1]], 4, 1).get_state()
 
 
 def test_short_sequences_do_not_wait_forever():

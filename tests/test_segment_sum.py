@@ -136,6 +136,8 @@ SHAPES = [  # rows, columns, segments
     (60, 300, 1000),
     (300, 1032, 3),
     (9, 8, 70_000),  # ids of more than 16 bits
+    (5000, 1, 2**20),  # a sort of several blocks, in three passes
+    (40_000, 2, 70_000),  # and of so many that their counts are scanned
 ]
 
 
@@ -168,6 +170,13 @@ def test_shapes(dtype, kind):
                 np.testing.assert_array_equal(
                     np.asarray(got, np.float64), want.astype(np.float64), f"{n, columns, options}"
                 )
+
+
+def test_a_map_sorts_each_list_of_ids():
+    rng = np.random.default_rng(5)
+    x, ids = whole(rng, (2, 36_000, 1), np.float32), rng.integers(-9, 3000, (2, 36_000))
+    got = jax.jit(jax.vmap(lambda x, ids: fo.segment_sum(x, ids, 2990)))(x, ids)
+    np.testing.assert_array_equal(got, [exact(x[i], ids[i], 2990) for i in range(2)])
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint16, np.int64, np.uint64, np.uint32])

@@ -767,6 +767,80 @@ def lm1b(tiny, dtype):
     return Program(params, (inputs, targets), loss)
 
 
+@program("flax U-Net")
+def flax_unet(tiny, dtype):
+    """The network of Stable Diffusion, with two resolutions and fewer channels."""
+    from flax import linen as nn
+
+    batch, size, first, second, groups = (2, 8, 32, 64, 8) if tiny else (16, 32, 160, 320, 32)
+    of = dict(dtype=dtype)
+    norm = functools.partial(nn.GroupNorm, groups, epsilon=1e-5, **of)
+
+    def conv(x, width, kernel=3, stride=1):
+        return nn.Conv(width, (kernel, kernel), (stride, stride), **of)(x)
+
+    class Residual(nn.Module):
+        width: int
+
+        @nn.compact
+        def __call__(self, x, time):
+            h = conv(nn.silu(norm()(x)), self.width)
+            h = h + nn.Dense(self.width, **of)(nn.silu(time))[:, None, None]
+            h = conv(nn.silu(norm()(h)), self.width)
+            return h + (x if x.shape == h.shape else conv(x, self.width, 1))
+
+    class Transformer(nn.Module):
+        @nn.compact
+        def __call__(self, x, text):
+            width = x.shape[-1]
+            h = conv(norm()(x), width, 1).reshape(batch, -1, width)
+            for context in (None, text):
+                y = nn.LayerNorm(**of)(h)
+                attention = nn.MultiHeadDotProductAttention(8, use_bias=False, **of)
+                h = h + attention(y, y if context is None else context)
+            up, gate = jnp.split(nn.Dense(8 * width, **of)(nn.LayerNorm(**of)(h)), 2, -1)
+            h = h + nn.Dense(width, **of)(up * nn.gelu(gate))
+            return x + conv(h.reshape(x.shape), width, 1)
+
+    class UNet(nn.Module):
+        @nn.compact
+        def __call__(self, x, times, text):
+            rates = np.exp(-np.log(10000) * np.arange(0, 1, 2 / first)).astype(np.float32)
+            angles = times[:, None] * rates
+            time = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+            time = nn.Dense(4 * first, **of)(nn.silu(nn.Dense(4 * first, **of)(time)))
+            x, text = conv(x, first), text.astype(dtype)
+            before = [x]
+            x = Residual(first)(x, time)
+            before += [x, conv(x, first, stride=2)]
+            x = Transformer()(Residual(second)(before[-1], time), text)
+            before.append(x)
+            x = Residual(second)(Transformer()(Residual(second)(x, time), text), time)
+            for _ in range(2):
+                x = Residual(second)(jnp.concatenate([x, before.pop()], -1), time)
+                x = Transformer()(x, text)
+            x = conv(jax.image.resize(x, (batch, size, size, second), "nearest"), second)
+            for _ in range(2):
+                x = Residual(first)(jnp.concatenate([x, before.pop()], -1), time)
+            return conv(nn.silu(norm()(x)), 4).astype(jnp.float32)
+
+    model = UNet()
+    latents, noise = (normal((batch, size, size, 4), seed=seed) for seed in range(2))
+    times, text = tokens((batch,), 1000), normal((batch, 77, 768), seed=2)
+    params = filled(model.init, jax.random.key(0), latents, times, text)["params"]
+
+    def loss(params, latents, noise, times, text):
+        alpha = jnp.cos(times / 1000 * jnp.pi / 2)[:, None, None, None]
+        noisy = alpha * latents + jnp.sqrt(1 - alpha**2) * noise
+        predicted = model.apply({"params": params}, noisy, times, text)
+        return ((noise - predicted) ** 2).mean()
+
+    def forward(params, latents, noise, times, text):
+        return model.apply({"params": params}, noise, times, text)
+
+    return Program(params, (latents, noise, times, text), loss, forward)
+
+
 @program("flax LSTM")
 def lstm(tiny, dtype):
     """https://github.com/google/flax/tree/main/examples/sst2"""

@@ -26,7 +26,7 @@
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 #include "cutlass/gemm/kernel/tile_scheduler.hpp"
 #include "cutlass/util/packed_stride.hpp"
-#include "elementwise/activation.cuh"
+#include "core/cuda/activation.cuh"
 #include "xla/ffi/api/ffi.h"
 
 namespace {

@@ -28,16 +28,16 @@ class autofuse(Generic[_P, _T]):
 
     Traces ``fn`` and looks for what our ops compute, written by hand or by a library: activations
     with a bias or a gate before them, relu of a sum, attention, softmax and log_softmax, layer
-    norm, RMS norm and batch norm with what stands next to them, cross entropy with integer labels,
-    also with the product that makes its logits, interpolation, sums over windows, a bias and its
-    attention heads. Rows of a table that is cast to a narrower dtype are cast in place of the
-    table: the rows are the same, and the gradient is summed in the wider dtype. A pattern is
+    norm, RMS norm, batch norm and group norm with what stands next to them, cross entropy with
+    integer labels, also with the product that makes its logits, interpolation, sums over windows, a
+    bias and its attention heads. Rows of a table that is cast to a narrower dtype are cast in place
+    of the table: the rows are the same, and the gradient is summed in the wider dtype. A pattern is
     replaced where the call takes the kernel (see :func:`kernel_or`) and the result, its dtype and
     its derivatives are the same but for rounding. All else stays as it is. What is next to a
     pattern counts, too: on a GPU, a call that would move more bytes than XLA's fusions stays, and
     with ``tune=True``, both forms are measured in place. It looks into ``jit``, ``scan``,
-    ``while_loop``, ``cond``, ``checkpoint``, ``shard_map`` and functions with a
-    derivative rule of their own, which keep the rule.
+    ``while_loop``, ``cond``, ``checkpoint``, ``shard_map`` and functions with a derivative rule of
+    their own, which keep the rule.
 
     A mask by ``jnp.where`` or a sum becomes a mask of :func:`attention`. A query that may attend to
     no key then gives 0; the report tells where a mask might leave one. It becomes the mask of

@@ -19,6 +19,7 @@ from jax_fastops.autofuse._decisions import Verdict, verdicts
 from jax_fastops.autofuse._dropout import DropoutRule
 from jax_fastops.autofuse._embedding import EmbeddingRule
 from jax_fastops.autofuse._graph import Graph, bind, is_ref, opened
+from jax_fastops.autofuse._group_norm import GroupNormRule
 from jax_fastops.autofuse._heads import HeadsRule
 from jax_fastops.autofuse._linear import LinearLossRule
 from jax_fastops.autofuse._one_hot import OneHotLossRule
@@ -32,7 +33,7 @@ from jax_fastops.autofuse._windows import WindowRule
 # In the order in which a search asks them.
 RULES: list[type[Rule]] = [
     *(AttentionRule, DropoutRule, WindowRule, HeadsRule, EmbeddingRule, SegmentRule),
-    *(RuledLossRule, LinearLossRule, OneHotLossRule, PatternRule),
+    *(GroupNormRule, RuledLossRule, LinearLossRule, OneHotLossRule, PatternRule),
 ]
 
 

@@ -41,14 +41,14 @@ _KINDS = {
 }
 
 
-def _kinds(value: Value) -> set[str]:
+def kinds_of(value: Value) -> set[str]:
     """The kinds of formulas that a value may be the result of."""
     if value.node.name == "neg":
-        return {"Sum", "Product"} | _kinds(value.node.inputs[0].source(narrowing=True).value)
+        return {"Sum", "Product"} | kinds_of(value.node.inputs[0].source(narrowing=True).value)
     return {_KINDS.get(value.node.name, value.node.name)}
 
 
-_IN_NO_PATTERN = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call"}
+IN_NO_PATTERN = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call"}
 
 
 def _key(places: dict[Value, int]) -> tuple:
@@ -56,12 +56,12 @@ def _key(places: dict[Value, int]) -> tuple:
     key: list = []
     for value in places:
         key.append(value.computation)
-        if value.node.name not in _IN_NO_PATTERN:
+        if value.node.name not in IN_NO_PATTERN:
             key += map(places.get, value.node.inputs)
     return tuple(key)
 
 
-def _operations(values: Iterable[Value]) -> set:
+def operations_of(values: Iterable[Value]) -> set:
     """The operations of values, as a formula needs them."""
     operations: set = set()
     for node in {v.node for v in values} - {NO_EQUATION}:
@@ -122,7 +122,7 @@ class PatternRule(Rule):
             return None
         if not (value.is_array and value.is_floating and value.is_plain) or 0 in value.shape:
             return None
-        before = values_before(source, _IN_NO_PATTERN)
+        before = values_before(source, IN_NO_PATTERN)
         key = value.shape, value.dtype, _compat.x64_is_on(), *_key(before)
         self._tried, whole, match = [], [], None
         for pattern, axis in self._candidates(value, source, before, key):
@@ -153,7 +153,7 @@ class PatternRule(Rule):
             yield from known
             if all_tried:
                 return
-        kinds, around = _kinds(source), _operations(before)
+        kinds, around = kinds_of(source), operations_of(before)
         found: list[tuple[int, Pattern, Sequence[int]]] = []
         for pattern in PATTERNS:
             # Most patterns are left by what they need, before they are traced.
@@ -352,7 +352,7 @@ class PatternRule(Rule):
             if not only:
                 self._note("bias + " + pattern.name, total, USED)
             # A root is of a norm, which comes later.
-            elif "root" not in _operations(values_before(row, _IN_NO_PATTERN)):
+            elif "root" not in operations_of(values_before(row, IN_NO_PATTERN)):
                 operands = {"x": (one, Read(root.shape)), "bias": (row, ROW)}
                 yield "bias + ", pattern.biased, operands, [], {}
         op = pattern.sum_of or pattern.residual

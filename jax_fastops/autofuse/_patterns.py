@@ -110,7 +110,7 @@ for _form, _needed in (
 # ---- norms ---------------------------------------------------------------------------------------
 
 
-def _moments(x, axes, form: str):
+def moments(x, axes, form: str):
     mean = jnp.mean(x, axes, keepdims=True)
     if form.startswith("fast"):
         var = jnp.mean(x * x, axes, keepdims=True) - mean * mean
@@ -119,12 +119,12 @@ def _moments(x, axes, form: str):
     return mean, jnp.maximum(var, 0.0) if form.endswith("positive") else var
 
 
-def _needs_of(form: str) -> str:
-    """The operations of a norm, whose variance may be of a form of ``_moments``."""
+def needs_of(form: str) -> str:
+    """The operations of a norm, whose variance may be of a form of ``moments``."""
     return "reduce_sum root" + " max" * form.endswith("positive")
 
 
-def _affine(x, mean, inverse, scale, bias, order: str):
+def affine(x, mean, inverse, scale, bias, order: str):
     """``(x - mean) * inverse * scale + bias``, or with the brackets multiplied out."""
     inverse = inverse * scale
     y = x * inverse - mean * inverse if order == "out" else (x - mean) * inverse
@@ -139,7 +139,7 @@ def _along(v, x, axis: int):
     return jnp.expand_dims(v, _others(x, axis))
 
 
-def _absences(*names: str) -> Iterator[dict[str, float]]:
+def absences(*names: str) -> Iterator[dict[str, float]]:
     """For each subset of operands, the numbers that have no effect in place of them."""
     neutral = {"scale": 1.0, "bias": 0.0, "residual": 0.0}
     for count in range(len(names) + 1):
@@ -149,11 +149,11 @@ def _absences(*names: str) -> Iterator[dict[str, float]]:
 
 def _layer_norm(form: str, order: str) -> None:
     def function(x, scale, bias, eps, axis):
-        mean, var = _moments(x, -1, form)
+        mean, var = moments(x, -1, form)
         rows = _along(scale, x, axis), _along(bias, x, axis)
-        return _affine(x, mean, lax.rsqrt(var + eps), *rows, order)
+        return affine(x, mean, lax.rsqrt(var + eps), *rows, order)
 
-    parameters, needs = ("scale", "bias"), _needs_of(form)
+    parameters, needs = ("scale", "bias"), needs_of(form)
     _row_norm("layer_norm", function, parameters, layer_norm, residual_layer_norm, needs)
 
 
@@ -163,7 +163,7 @@ def _rms_norm(wide: bool) -> None:
         mean = jnp.broadcast_to(mean, x.shape) if wide else mean
         return x * lax.rsqrt(mean + eps) * _along(scale, x, axis)
 
-    _row_norm("rms_norm", function, ("scale",), rms_norm, residual_rms_norm, _needs_of(""))
+    _row_norm("rms_norm", function, ("scale",), rms_norm, residual_rms_norm, needs_of(""))
 
 
 def _row_norm(
@@ -172,12 +172,12 @@ def _row_norm(
 ) -> None:  # fmt: skip
     more = dict(axes="last", residual=residual, fanout=True)
     leaves = " ".join(("x", *parameters, "eps"))
-    for fixed in _absences(*parameters):
+    for fixed in absences(*parameters):
         add(name, function, leaves, call, needs, fixed=fixed, **more)
 
 
-_FORMS = ("two", "fast", "fast positive")
-for _form in _FORMS:
+FORMS = ("two", "fast", "fast positive")
+for _form in FORMS:
     for _order in ("in", "out"):
         _layer_norm(_form, _order)
 for _wide in (False, True):  # Haiku broadcasts the mean
@@ -190,8 +190,8 @@ def _channel_norm(form: str | None, order: str, activation: str | None) -> None:
     def function(x, *rest, axis):
         *rows, residual, eps = rest
         *given, scale, bias = (_along(v, x, axis) for v in rows)
-        mean, var = _moments(x, _others(x, axis), form) if form else given
-        y = _affine(x, mean, lax.rsqrt(var + eps), scale, bias, order) + residual
+        mean, var = moments(x, _others(x, axis), form) if form else given
+        y = affine(x, mean, lax.rsqrt(var + eps), scale, bias, order) + residual
         y = jax.nn.relu(y) if activation else y
         return (y, mean, var) if form else y
 
@@ -199,8 +199,8 @@ def _channel_norm(form: str | None, order: str, activation: str | None) -> None:
     op = batch_norm if form else batch_norm_inference
     call = functools.partial(op, scale=None, bias=None, activation=activation)
     leaves = f"x {'' if form else 'mean var'} scale bias residual eps"
-    needs = (_needs_of(form) if form else "root") + " custom_jvp_call" * bool(activation)
-    for fixed in _absences("scale", "bias", "residual"):
+    needs = (needs_of(form) if form else "root") + " custom_jvp_call" * bool(activation)
+    for fixed in absences("scale", "bias", "residual"):
         parts = name, None if "residual" in fixed else "residual", activation
         add(
             " + ".join(filter(None, parts)),
@@ -216,7 +216,7 @@ def _channel_norm(form: str | None, order: str, activation: str | None) -> None:
 
 
 for _activation_after in ("relu", None):
-    for _form in (*_FORMS, None):
+    for _form in (*FORMS, None):
         for _order in ("in", "out"):
             _channel_norm(_form, _order, _activation_after)
 

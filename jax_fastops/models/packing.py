@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike
 
 from jax_fastops.models._checks import Checks
 
-__all__ = ["Packed", "batches", "pack", "place", "unpack"]
+__all__ = ["Batches", "Packed", "batches", "pack", "place", "unpack"]
 
 _CHECK = Checks("packing")
 
@@ -79,8 +79,7 @@ def pack(
 
     With Grain, it is the function of a batch:
     ``dataset.batch(40, batch_fn=functools.partial(packing.pack, length=512, rows=24))``. Sequences
-    that are not placed are lost there, so that there must be enough rows. :func:`batches` loses
-    none.
+    that are not placed are lost there, so there must be enough rows. :func:`batches` loses none.
 
     Args:
       sequences: one-dimensional integers each, from 1 to ``length`` of them.
@@ -117,14 +116,14 @@ def batches(
     *,
     max_segments: int | None = None,
     padding: int = 0,
-) -> Iterator[Packed]:
+) -> Batches:
     """Packs a stream of sequences into batches of the same shape, and leaves no sequence out.
 
     It reads ahead by a few batches, packs what it has read by first-fit decreasing, and keeps the
     sequences that did not fit for the next batch. The one that has waited longest is placed first.
 
-    With Grain, ``dataset.pipe(packing.batches, 512, 16)`` packs the elements of a dataset. The
-    result is a plain iterator: Grain does not save its state in a checkpoint.
+    With Grain, ``dataset.to_iter_dataset().pipe(packing.batches, 512, 16)`` packs the elements of a
+    dataset.
 
     Args:
       sequences: as in :func:`pack`. May be endless.
@@ -134,7 +133,8 @@ def batches(
 
     Returns:
       An iterator of :class:`Packed`, whose ``rows``, ``starts``, ``segments`` and ``lengths`` are
-      of the sequences in this batch, in the order in which they were read.
+      of the sequences in this batch, in the order in which they were read. :class:`Batches` says
+      how a training continues in the middle of it.
 
     Raises:
       TypeError, ValueError: as :func:`pack`. For a sequence, when it is read.
@@ -146,7 +146,85 @@ def batches(
     """
     rows = _CHECK.integer("rows", rows, 1)
     length, _, max_segments = _checked(length, rows, max_segments, padding)
-    return _batches(iter(sequences), length, rows, max_segments, padding)
+    return Batches(iter(sequences), length, rows, max_segments, padding)
+
+
+class Batches(Iterator[Packed]):
+    """The iterator that :func:`batches` returns, with a state as Grain's iterators have it.
+
+    The state has that of the iterator of the sequences, and the sequences that were read and are in
+    no batch yet. After ``set_state``, the batches are those after ``get_state``.
+
+    Example:
+      >>> class Source:
+      ...     def __init__(self):
+      ...         self.count = 0
+      ...     def __next__(self):
+      ...         self.count += 1
+      ...         return [self.count] * 3
+      ...     def __iter__(self):
+      ...         return self
+      ...     def get_state(self):
+      ...         return {"count": self.count}
+      ...     def set_state(self, state):
+      ...         self.count = state["count"]
+      >>> stream, other = (packing.batches(Source(), length=7, rows=1) for _ in range(2))
+      >>> before = next(stream)
+      >>> other.set_state(stream.get_state())
+      >>> bool((next(other).tokens == next(stream).tokens).all())
+      True
+    """
+
+    def __init__(
+        self, source: Iterator[ArrayLike], length: int, rows: int, max_segments, padding: int
+    ):
+        self._source: Any = source
+        self._length, self._rows = length, rows
+        self._max_segments, self._padding = max_segments, padding
+        self._waiting: list[np.ndarray] = []
+        self._read = 0
+
+    def get_state(self) -> dict[str, Any]:
+        """What :meth:`set_state` takes: a dictionary for JSON, if the state of the sequences is.
+
+        Raises:
+          TypeError: the iterator of the sequences has no ``get_state``.
+        """
+        if not hasattr(self._source, "get_state"):
+            kind = type(self._source).__name__
+            raise TypeError(
+                f"packing: the iterator of sequences is of type {kind}; it must have get_state and "
+                "set_state, as those of Grain have"
+            )
+        waiting = [each.tolist() for each in self._waiting]
+        return {"sequences": self._source.get_state(), "waiting": waiting, "read": self._read}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues after the batch after which :meth:`get_state` gave this state."""
+        self._source.set_state(state["sequences"])
+        self._waiting = [np.array(each, np.int32) for each in state["waiting"]]
+        self._read = state["read"]
+
+    def __next__(self) -> Packed:
+        tokens = sum(each.size for each in self._waiting)
+        while tokens < _BATCHES_READ_AHEAD * self._rows * self._length:
+            try:
+                value = next(self._source)
+            except StopIteration:
+                break
+            self._read += 1
+            self._waiting.append(_sequence(value, self._length, self._read - 1))
+            tokens += self._waiting[-1].size
+        if not self._waiting:
+            raise StopIteration
+        lengths = _lengths(self._waiting)
+        order = _decreasing(lengths)
+        order = np.concatenate([[0], order[order != 0]])  # the first has waited longest
+        row_of = _first_fit(lengths, order, self._length, self._rows, self._max_segments)
+        pairs = list(zip(self._waiting, row_of, strict=True))
+        self._waiting = [each for each, row in pairs if row < 0]
+        chosen = [each for each, row in pairs if row >= 0]
+        return _packed(chosen, row_of[row_of >= 0], self._length, self._rows, self._padding)
 
 
 def place(packed: Packed, values: Sequence[Any], padding: Any = 0) -> np.ndarray:
@@ -292,27 +370,3 @@ def _places(packed: Packed) -> list[tuple[int, slice] | None]:
     """Where each sequence is, as an index into the rows."""
     each = zip(packed.rows.tolist(), packed.starts.tolist(), packed.lengths.tolist(), strict=True)
     return [None if row < 0 else (row, slice(start, start + n)) for row, start, n in each]
-
-
-def _batches(stream: Iterator, length: int, rows: int, max_segments, padding) -> Iterator[Packed]:
-    waiting: list[np.ndarray] = []
-    index = tokens = 0
-    while True:
-        while tokens < _BATCHES_READ_AHEAD * rows * length:
-            try:
-                value = next(stream)
-            except StopIteration:
-                break
-            waiting.append(_sequence(value, length, index))
-            tokens += waiting[-1].size
-            index += 1
-        if not waiting:
-            return
-        lengths = _lengths(waiting)
-        order = _decreasing(lengths)
-        order = np.concatenate([[0], order[order != 0]])  # the first has waited longest
-        row_of = _first_fit(lengths, order, length, rows, max_segments)
-        chosen = [each for each, row in zip(waiting, row_of, strict=True) if row >= 0]
-        yield _packed(chosen, row_of[row_of >= 0], length, rows, padding)
-        waiting = [each for each, row in zip(waiting, row_of, strict=True) if row < 0]
-        tokens = sum(each.size for each in waiting)

@@ -188,7 +188,7 @@ template <template <typename> typename Functor, typename Params>
 cudaError_t Run(const Params& call, void* out, cudaStream_t stream) {
   if (call.rows == 0 || (out != nullptr && call.n == 0)) return cudaSuccess;
   if (call.n > 0x7fffffff) return cudaErrorInvalidValue;
-  RowsLimits limits;
+  HeldLimits limits;
   const cudaError_t error = GetRowsLimits<CrossEntropyFamily, Forward>(&limits);
   if (error != cudaSuccess) return error;
   const RowsShape shape = {call.rows, call.n, static_cast<int>(DTypeSize(call.dtype)),
@@ -211,7 +211,7 @@ cudaError_t CrossEntropyBackward(const CrossEntropyBackwardCall& call, cudaStrea
 }
 
 cudaError_t LoadCrossEntropyKernels() {
-  RowsLimits limits;
+  HeldLimits limits;
   return GetRowsLimits<CrossEntropyFamily, Forward>(&limits);
 }
 

@@ -9,8 +9,7 @@ namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
 constexpr int64_t kPiece = 4096;
-// A sum is first computed per segment of this many blocks. The rounding error grows with the number
-// of successive additions.
+// The blocks of a segment of a sum.
 constexpr int64_t kSegmentBlocks = 16;
 constexpr double kInfinity = __builtin_inf();
 
@@ -46,26 +45,19 @@ struct CrossEntropy {
     });
     const Scalar largest = LargestOf(most);
     const Pair<A> shift = SetPair<A>(largest - largest == 0 ? largest : 0);
-    Pair<A> total = SetPair<A>(0), moved = SetPair<A>(0);
-    for (int64_t begin = 0; begin < n; begin += kSegmentBlocks * kBlock) {
-      const int64_t left = n - begin, segment = kSegmentBlocks * kBlock;
-      Pair<A> sum = SetPair<A>(0), drifted = SetPair<A>(0);
-      OverBlocks<kBlock>(begin, begin + (left < segment ? left : segment),
-                         [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-                           const Pair<A> v =
-                               LoadOr(extent, x, i, count, static_cast<Scalar>(-kInfinity));
-                           sum = Add(sum, Exp(Sub(v, shift)));
-                           if constexpr (kSmooth) {
-                             const Pair<A> from = SetPair<A>(anchor);
-                             drifted = Add(drifted, Sub(LoadOr(extent, x, i, count, anchor), from));
-                           }
-                         });
-      total = Add(total, sum);
-      if constexpr (kSmooth) moved = Add(moved, drifted);
-    }
+    Pair<A> totals[kSmooth ? 2 : 1];
+    SumRow<kSegmentBlocks>(
+        n, totals, [&](auto extent, int64_t i, int64_t count, Pair<A>* sums) FASTOPS_LAMBDA {
+          const Pair<A> v = LoadOr(extent, x, i, count, static_cast<Scalar>(-kInfinity));
+          sums[0] = Add(sums[0], Exp(Sub(v, shift)));
+          if constexpr (kSmooth) {
+            const Pair<A> drift = Sub(LoadOr(extent, x, i, count, anchor), SetPair<A>(anchor));
+            sums[1] = Add(sums[1], drift);
+          }
+        });
     *top = static_cast<double>(largest);
-    *sum = static_cast<double>(SumOf(total));
-    if constexpr (kSmooth) *drift += static_cast<double>(SumOf(moved));
+    *sum = static_cast<double>(SumOf(totals[0]));
+    if constexpr (kSmooth) *drift += static_cast<double>(SumOf(totals[1]));
   }
 
   // sum * exp(from - to), where 0 remains 0. From -inf, the result is 0, or NaN for NaN.
@@ -115,16 +107,14 @@ struct CrossEntropy {
       const PairMask<A> is_label = PairOfBits<A>(label < n ? uint32_t{1} << label : 0);
       return block.template operator()<false>(Part(), 0, n, Select(is_label, at_label, others));
     }
-    if (gradient.stream) {
-      OverAlignedBlocks<E>(dx, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-        block.template operator()<true>(extent, i, count, others);
-      });
-      StreamFence();
-    } else {
-      OverBlocks<kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-        block.template operator()<false>(extent, i, count, others);
-      });
-    }
+    WithFlags(
+        [&]<bool kStream>() {
+          OverRow<E, kStream>(dx, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+            block.template operator()<kStream>(extent, i, count, others);
+          });
+          if constexpr (kStream) StreamFence();
+        },
+        gradient.stream);
     if (label < n) block.template operator()<false>(Part(), label, 1, at_label);
   }
 };

@@ -47,12 +47,13 @@ struct Params {
   uint32_t count;        // number of elements
   uint32_t first_block;  // the first block of random bits in the row
   FastDivisor columns;
-  FastDivisor row_parts;  // parts of a row: what a thread takes (ElementsKernel), or blocks of bits
+  FastDivisor row_parts;  // parts of a row: what a thread takes (Elements), or blocks of bits
   uint32_t largest;
   double scale;
   bool aligned;     // x, the residual and y, to 16 bytes
   bool wide_bias;   // in the compute type
   bool bias_units;  // a unit's part of the bias is in one row, and aligned
+  bool pairs;       // Elements: a thread takes two elements
 };
 
 // A small array has at most so many elements: kFew in rows that BlocksKernel takes, kSmall in
@@ -193,33 +194,37 @@ __global__ void __launch_bounds__(kThreads, 5) UnitsKernel(const __grid_constant
   }
 }
 
-// A thread takes kTaken elements of a row, one or two: in one word of random bits.
+// A thread takes an element of a row, or two: in one word of random bits.
 // IsKept would index the four words at run time, and so put them into local memory.
-template <typename T, int kTaken>
-__global__ void __launch_bounds__(kThreads) ElementsKernel(const __grid_constant__ Params p) {
-  using A = ComputeType<T>;
-  const uint32_t columns = p.columns.divisor, part = blockIdx.x * kThreads + threadIdx.x;
-  const uint32_t row = Divide(part, p.row_parts);
-  const uint32_t column = (part - row * p.row_parts.divisor) * kTaken;
-  const uint32_t first = row * columns + column;
-  if (first >= p.count) return;
-  const bool both = kTaken == 2 && column + 1 < columns;
-  const T* const x = reinterpret_cast<const T*>(p.x) + first;
-  T* const y = reinterpret_cast<T*>(p.y) + first;
-  const T x0 = x[0];
-  T x1 = {};
-  if (both) x1 = x[1];
-  const PhiloxWords bits = RandomBits(p.seeds.At(row), p.first_block + column / kSeedBlock);
-  const uint32_t lower = column & 2 ? bits.word[1] : bits.word[0];
-  const uint32_t upper = column & 2 ? bits.word[3] : bits.word[2];
-  const uint32_t word = column & 4 ? upper : lower;
-  const A scale = static_cast<A>(p.scale);
-  const auto drop = [&](T value, uint32_t half) {
-    return FromCompute<T>(half <= p.largest ? ToCompute(value) * scale : A(0));
-  };
-  y[0] = drop(x0, kTaken == 1 && column & 1 ? word >> 16 : word & 0xffffu);
-  if (both) y[1] = drop(x1, word >> 16);
-}
+struct Elements {
+  Params p;
+
+  template <typename T>
+  __device__ __forceinline__ void Run() const {
+    using A = ComputeType<T>;
+    const uint32_t columns = p.columns.divisor, part = blockIdx.x * kThreads + threadIdx.x;
+    const uint32_t row = Divide(part, p.row_parts);
+    const uint32_t column = (part - row * p.row_parts.divisor) << p.pairs;
+    const uint32_t first = row * columns + column;
+    if (first >= p.count) return;
+    const bool both = p.pairs && column + 1 < columns;
+    const T* const x = reinterpret_cast<const T*>(p.x) + first;
+    T* const y = reinterpret_cast<T*>(p.y) + first;
+    const T x0 = x[0];
+    T x1 = {};
+    if (both) x1 = x[1];
+    const PhiloxWords bits = RandomBits(p.seeds.At(row), p.first_block + column / kSeedBlock);
+    const uint32_t lower = column & 2 ? bits.word[1] : bits.word[0];
+    const uint32_t upper = column & 2 ? bits.word[3] : bits.word[2];
+    const uint32_t word = column & 4 ? upper : lower;
+    const A scale = static_cast<A>(p.scale);
+    const auto drop = [&](T value, uint32_t half) {
+      return FromCompute<T>(half <= p.largest ? ToCompute(value) * scale : A(0));
+    };
+    y[0] = drop(x0, column & 1 ? word >> 16 : word & 0xffffu);
+    if (both) y[1] = drop(x1, word >> 16);
+  }
+};
 
 }  // namespace
 
@@ -255,6 +260,7 @@ cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int6
             .aligned = false,
             .wide_bias = arrays.wide_bias,
             .bias_units = false,
+            .pairs = false,
         };
         const int64_t unit = 16 / itemsize;  // elements
         params.aligned = CommonAlignment({params.x, params.residual, params.y}) == 16;
@@ -264,21 +270,20 @@ cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int6
         auto kernel = KernelOf<DropoutFamily, UnitsKernel<T>>();
         const bool whole = sizeof(T) < 8 && params.aligned && taken % kSeedBlock == 0;
         if (!added && count <= (whole ? kFew : kSmall)) {
-          const bool pairs = count > kPairs;
-          kernel = pairs ? KernelOf<DropoutFamily, ElementsKernel<T, 2>>()
-                         : KernelOf<DropoutFamily, ElementsKernel<T, 1>>();
-          const int64_t parts = pairs ? CeilDiv(taken, 2) : taken;
+          kernel = nullptr;
+          params.pairs = count > kPairs;
+          const int64_t parts = params.pairs ? CeilDiv(taken, 2) : taken;
           params.row_parts = FastDivisor(static_cast<uint32_t>(parts));
           threads = parts * (count / taken);
         } else if (!added && whole) {
           if constexpr (sizeof(T) < 8) kernel = KernelOf<DropoutFamily, BlocksKernel<T>>();
           threads = count / kSeedBlock;
         }
-        const LaunchConfig config = {
-            .grid = dim3(static_cast<unsigned>(CeilDiv(threads, kThreads))),
-            .block = dim3(kThreads),
-        };
-        const cudaError_t error = Launch(kernel, config, stream, params);
+        const int64_t blocks = CeilDiv(threads, kThreads);
+        const cudaError_t error =
+            kernel == nullptr
+                ? LaunchAnyType<DropoutFamily, kThreads>(dtype, blocks, stream, Elements{params})
+                : Launch(kernel, Grid(blocks, kThreads), stream, params);
         if (error != cudaSuccess) return error;
       }
     }

@@ -267,35 +267,39 @@ __global__ void __launch_bounds__(kReluThreads, kBlocks)
       [&](int64_t begin) { Chunk<T, P, kAccess>(p, begin); });
 }
 
-template <typename T, typename P>
-__global__ void __launch_bounds__(kReluThreads) ChunksKernel(const __grid_constant__ Params p) {
-  const int64_t begin = ReluWarp() * kReluChunk;
-  if (begin >= p.size) return;
-  if (p.bias == nullptr) {
-    Chunk<T, P, BiasAccess::kNone>(p, begin);
-  } else {
-    Chunk<T, P, BiasAccess::kUnit>(p, begin);
+struct Chunks {
+  Params p;
+  bool wide;
+
+  template <typename T>
+  __device__ __forceinline__ void Run() const {
+    const int64_t begin = ReluWarp() * kReluChunk;
+    if (begin >= p.size) return;
+    if (p.bias == nullptr) {
+      Chunk<T, T, BiasAccess::kNone>(p, begin);
+    } else if (wide) {
+      Chunk<T, ComputeType<T>, BiasAccess::kUnit>(p, begin);
+    } else {
+      Chunk<T, T, BiasAccess::kUnit>(p, begin);
+    }
   }
-}
+};
 
 // -------------------------------------------------------------------------------------------------
 // Launches
 
 using Kernel = void (*)(Params);
 
-// The kernel for this access of the bias (`tiles`), or the one without tiles.
+// The kernel with tiles for this access of the bias.
 template <typename T, typename P>
-Kernel KernelFor(bool tiles, BiasAccess access) {
-  if constexpr (sizeof(T) < 8) {
-    if (tiles && access == BiasAccess::kUnit) {
-      return KernelOf<BiasActKernels, TilesKernel<T, P, BiasAccess::kUnit>>();
-    }
-    if (tiles && access == BiasAccess::kGather) {
-      return KernelOf<BiasActKernels, TilesKernel<T, P, BiasAccess::kGather>>();
-    }
-    if (tiles) return KernelOf<BiasActKernels, TilesKernel<T, T, BiasAccess::kNone>>();
+Kernel KernelFor(BiasAccess access) {
+  if (access == BiasAccess::kUnit) {
+    return KernelOf<BiasActKernels, TilesKernel<T, P, BiasAccess::kUnit>>();
   }
-  return KernelOf<BiasActKernels, ChunksKernel<T, P>>();
+  if (access == BiasAccess::kGather) {
+    return KernelOf<BiasActKernels, TilesKernel<T, P, BiasAccess::kGather>>();
+  }
+  return KernelOf<BiasActKernels, TilesKernel<T, T, BiasAccess::kNone>>();
 }
 
 // Returns false if there are too many dimensions, which cannot happen for those of `shape`.
@@ -373,9 +377,12 @@ inline cudaError_t BiasReluForward(const BroadcastShape& shape, DType dtype,
   const bool tiles = itemsize < 8 && CommonAlignment({params.x, out}) == 16 &&
                      (access != BiasAccess::kGather || gather);
   return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
-    const Kernel kernel =
-        wide ? KernelFor<T, ComputeType<T>>(tiles, access) : KernelFor<T, T>(tiles, access);
-    return LaunchRelu(kernel, size, tiles ? kReluTile<T> : 0, params, stream);
+    if constexpr (sizeof(T) < 8) {
+      const Kernel kernel = wide ? KernelFor<T, ComputeType<T>>(access) : KernelFor<T, T>(access);
+      if (tiles) return LaunchRelu(kernel, size, kReluTile<T>, params, stream);
+    }
+    return LaunchAnyType<BiasActKernels, kReluThreads>(dtype, ReluBlocks(size, 0), stream,
+                                                       Chunks{params, wide});
   });
 }
 

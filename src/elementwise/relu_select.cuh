@@ -9,9 +9,11 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/alignment.h"
 #include "core/cuda/bitmask.cuh"
+#include "core/cuda/dispatch.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/relu_tiles.cuh"
 #include "core/cuda/vec.cuh"
@@ -111,11 +113,17 @@ __global__ void __launch_bounds__(kReluThreads) SelectKernel(const Params p) {
       [&](int64_t begin) { SelectChunk<U>(p, begin); });
 }
 
-template <typename U>
-__global__ void __launch_bounds__(kReluThreads) SelectChunksKernel(const Params p) {
-  const int64_t begin = ReluWarp() * kReluChunk;
-  if (begin < p.size) SelectChunk<U>(p, begin);
-}
+struct SelectChunks {
+  Params p;
+
+  template <typename T>
+  __device__ __forceinline__ void Run() const {
+    using U = std::conditional_t<sizeof(T) == 2, uint16_t,
+                                 std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+    const int64_t begin = ReluWarp() * kReluChunk;
+    if (begin < p.size) SelectChunk<U>(p, begin);
+  }
+};
 
 // The arrays have `size` elements of `dtype`.
 template <typename Family>
@@ -125,19 +133,17 @@ cudaError_t ReluSelect(int64_t size, DType dtype, const void* dy, const ReluMask
   const int64_t columns = static_cast<int64_t>(mask.layout.columns);
   const Params params = {dy, dx, size, size / columns * static_cast<int64_t>(mask.layout.row_bytes),
                          mask};
-  const bool aligned = CommonAlignment({dy, dx}) == 16;
-  const auto launch = [&]<typename U>(U) {
-    auto kernel = KernelOf<Family, SelectChunksKernel<U>>();
-    if constexpr (sizeof(U) < 8) {
-      if (aligned) {
-        kernel = mask.ragged ? KernelOf<Family, SelectKernel<U, true>>()
-                             : KernelOf<Family, SelectKernel<U, false>>();
-      }
-    }
-    return LaunchRelu(kernel, size, aligned && sizeof(U) < 8 ? kReluTile<U> : 0, params, stream);
-  };
   const size_t bytes = DTypeSize(dtype);
-  return bytes == 2 ? launch(uint16_t{}) : bytes == 4 ? launch(uint32_t{}) : launch(uint64_t{});
+  if (CommonAlignment({dy, dx}) < 16 || bytes == 8) {
+    return LaunchAnyType<Family, kReluThreads>(dtype, ReluBlocks(size, 0), stream,
+                                               SelectChunks{params});
+  }
+  const auto launch = [&]<typename U>(U) {
+    const auto kernel = mask.ragged ? KernelOf<Family, SelectKernel<U, true>>()
+                                    : KernelOf<Family, SelectKernel<U, false>>();
+    return LaunchRelu(kernel, size, kReluTile<U>, params, stream);
+  };
+  return bytes == 2 ? launch(uint16_t{}) : launch(uint32_t{});
 }
 
 }  // namespace jax_fastops::cuda::relu_select

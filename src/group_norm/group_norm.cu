@@ -53,14 +53,14 @@ template <typename Tile, typename Sums>
 struct Shared {
   using A = typename Tile::A;
 
-  Sums *sums, *totals;  // two of each group, or of each channel
+  Sums *sums, *group_sums;  // two of each group, or, in the backward, of each channel and group
   A *statistics, *base, *table;
   char* kept;  // of this thread
 
   __device__ __forceinline__ explicit Shared(const SharedLayout& at) {
     extern __shared__ __align__(16) char memory[];
     sums = reinterpret_cast<Sums*>(memory + at.sums);
-    totals = reinterpret_cast<Sums*>(memory + at.totals);
+    group_sums = reinterpret_cast<Sums*>(memory + at.group_sums);
     statistics = reinterpret_cast<A*>(memory + at.statistics);
     base = reinterpret_cast<A*>(memory + at.base);
     table = reinterpret_cast<A*>(memory + at.table);
@@ -85,15 +85,11 @@ __device__ __forceinline__ void StoreSums(const V* sums, int results, V* to) {
 }
 
 // Adds up the sums of the parts: of the blocks of the cluster, or those in the workspace, `stride`
-// apart. Calls write(result, sums). With kKeeps, AwaitCluster must follow.
+// apart. Calls write(result, sums). With kKeeps, it is called between barriers of the cluster.
 template <bool kKeeps, typename V, typename Write>
 __device__ __forceinline__ void TotalParts(int results, int parts, const V* sums, const V* stored,
                                            int64_t stride, Scratch<V>& scratch,
                                            const Write& write) {
-  if constexpr (kKeeps) {
-    ArriveAtCluster();
-    AwaitCluster();
-  }
   SumTerms<kThreads>(
       results, parts, scratch,
       [&](int result, int part, V(&values)[2]) {
@@ -104,7 +100,18 @@ __device__ __forceinline__ void TotalParts(int results, int parts, const V* sums
         }
       },
       write);
-  if constexpr (kKeeps) ArriveAtCluster();  // this block has read what the others have
+}
+
+// What a block has in shared memory is there for the others, until they have arrived again.
+template <bool kKeeps>
+__device__ __forceinline__ void ShowCluster() {
+  if constexpr (!kKeeps) return;
+  ArriveAtCluster();
+  AwaitCluster();
+}
+template <bool kKeeps>
+__device__ __forceinline__ void LeaveCluster() {
+  if constexpr (kKeeps) ArriveAtCluster();  // AwaitCluster must follow
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -161,10 +168,13 @@ __device__ __forceinline__ void SumDeviations(const Tile& tile, const Shared<Til
     const int first = Tile::kIsLast ? begin : 0;
     const int present = min(tile.channels - first * kChannels, plan.width * kChannels);
     const int columns = tile.groups == 1 ? present : plan.group_channels;
+    const float each = 1 / static_cast<float>(columns);
     SumTerms<kThreads>(
         tile.groups, plan.lanes * columns, scratch,
         [&](int group, int term, double (&values)[2]) {
-          const int lane = term / columns, column = group * columns + term - lane * columns;
+          // term / columns: lanes are so few that the quotient is exact.
+          const int lane = static_cast<int>((static_cast<float>(term) + 0.5f) * each);
+          const int column = group * columns + term - lane * columns;
           const int slot = column / kChannels;
           const A* const entry =
               shared.table + 2 * (column % kChannels * kThreads + tile.ThreadOf(lane, slot));
@@ -254,21 +264,19 @@ __global__ void __launch_bounds__(kThreads, kKeeps ? kForwardBlocks : kBackwardB
     V x, residual;
     char* place;
   };
-  const auto load = [&](int64_t at) {
-    Loaded loaded;
-    if constexpr (kKeeps) {
-      loaded.place = next;
-      loaded.x = V::Load(next);
-      if (r != nullptr) loaded.residual = V::Load(next + kStride);
-      next += step;
-    } else {
-      loaded.x = V::Load(x + at);
-      if (r != nullptr) loaded.residual = V::Load(r + at);
-    }
-    return loaded;
+  const auto load_x = [&](int64_t at) {
+    if constexpr (!kKeeps) return V::Load(x + at);
+    const char* const place = next;
+    next += step;
+    return V::Load(place);
+  };
+  const auto load_both = [&](int64_t at) {
+    if constexpr (!kKeeps) return Loaded{V::Load(x + at), V::Load(r + at), nullptr};
+    char* const place = next;
+    next += step;
+    return Loaded{V::Load(place), V::Load(place + kStride), place};
   };
   const auto added = [&](const Loaded& loaded) {
-    if (r == nullptr) return loaded.x;
     A values[kSize], others[kSize];
     loaded.x.Unpack(values);
     loaded.residual.Unpack(others);
@@ -280,18 +288,25 @@ __global__ void __launch_bounds__(kThreads, kKeeps ? kForwardBlocks : kBackwardB
   double* const stored =
       kKeeps ? nullptr : StoredSums<double, A>(call, tile.sample, tile.first_group);
   if (both || !results) {
-    SumDeviations<kBatch>(tile, shared, scratch, load, [&](const Loaded& loaded, int64_t at) {
-      if (r == nullptr) return loaded.x;
-      const V s = added(loaded);
-      if (sum != nullptr) StoreUnit(s, sum + at);
-      if constexpr (kKeeps) s.Store(loaded.place);
-      return s;
-    });
+    if (r == nullptr) {
+      SumDeviations<kBatch>(tile, shared, scratch, load_x,
+                            [](const V& loaded, int64_t) { return loaded; });
+    } else {
+      SumDeviations<kBatch / 2>(tile, shared, scratch, load_both,
+                                [&](const Loaded& loaded, int64_t at) {
+                                  const V s = added(loaded);
+                                  if (sum != nullptr) StoreUnit(s, sum + at);
+                                  if constexpr (kKeeps) s.Store(loaded.place);
+                                  return s;
+                                });
+    }
     if (!both) {
       return StoreSums(shared.sums, tile.groups, stored + int64_t{2} * plan.groups * tile.part);
     }
   }
+  ShowCluster<kKeeps>();
   FindStatistics<kKeeps>(call, tile, shared, stored, scratch);
+  LeaveCluster<kKeeps>();
 
   next = shared.kept;
   for (int pass = 0; pass < plan.passes; ++pass) {
@@ -314,15 +329,10 @@ __global__ void __launch_bounds__(kThreads, kKeeps ? kForwardBlocks : kBackwardB
         }
         StoreUnit(V::Packed(z), y + at);
       };
-      if constexpr (kKeeps) {
-        const auto reload = [&](int64_t) {
-          const char* const place = next;
-          next += step;
-          return V::Load(place);
-        };
-        tile.template Sweep<2>(slot, reload, write);
+      if (kKeeps || r == nullptr) {
+        tile.template Sweep<kKeeps ? 2 : 4>(slot, load_x, write);
       } else {
-        tile.template Sweep<4>(slot, load,
+        tile.template Sweep<2>(slot, load_both,
                                [&](const Loaded& loaded, int64_t at) { write(added(loaded), at); });
       }
     });
@@ -431,40 +441,61 @@ __device__ __forceinline__ void SumGradients(const GroupNormBackwardCall& call, 
   }
 }
 
-// Writes the gradients of the parameters, and sets the averages c1 and rstd * c2 of each group.
+// Sets the sums of scale * g and of scale * g * (x - mean) of each group, from those of its
+// channels.
+template <typename Tile>
+__device__ __forceinline__ void SumGroups(const GroupNormBackwardCall& call, const Tile& tile,
+                                          const Shared<Tile, typename Tile::A>& shared,
+                                          Scratch<typename Tile::A>& scratch) {
+  using A = typename Tile::A;
+  const int size = tile.plan.group_channels;
+  SumTerms<kThreads>(
+      tile.groups, size, scratch,
+      [&](int group, int of, A(&values)[2]) {
+        const int channel = group * size + of;
+        const A scale =
+            ReadParameter<typename Tile::Element>(call.scale, tile.first_channel + channel, 1);
+        values[0] = scale * shared.sums[2 * channel];
+        values[1] = scale * shared.sums[2 * channel + 1];
+      },
+      [&](int group, const A(&found)[2]) {
+        shared.group_sums[2 * group] = found[0];
+        shared.group_sums[2 * group + 1] = found[1];
+      });
+}
+
+// Sets the averages rstd * c1 and rstd * rstd * c2 of each group, and writes the gradients of a
+// part of the parameters. The sums of groups are stored before those of channels.
 template <bool kKeeps, typename Tile>
 __device__ __forceinline__ void FindAverages(const GroupNormBackwardCall& call, const Tile& tile,
                                              const Shared<Tile, typename Tile::A>& shared,
-                                             const typename Tile::A* stored,
+                                             const typename Tile::A* stored, int64_t stride,
                                              Scratch<typename Tile::A>& scratch) {
   using A = typename Tile::A;
   const Plan& plan = tile.plan;
-  const A* const rstd =
+  const A* const rstds =
       static_cast<const A*>(call.rstd) + tile.sample * plan.groups + tile.first_group;
-  TotalParts<kKeeps>(tile.channels, plan.parts, shared.sums, stored, 2 * plan.channels, scratch,
-                     [&](int channel, const A(&total)[2]) {
-                       const A dscale = total[1] * rstd[channel / plan.group_channels];
-                       shared.totals[2 * channel] = total[0];
-                       shared.totals[2 * channel + 1] = dscale;
-                       const int64_t at =
-                           tile.sample * plan.channels + tile.first_channel + channel;
-                       if (tile.part != 0) return;
-                       if (call.dbias != nullptr) static_cast<A*>(call.dbias)[at] = total[0];
-                       if (call.dscale != nullptr) static_cast<A*>(call.dscale)[at] = dscale;
+  TotalParts<kKeeps>(tile.groups, plan.parts, shared.group_sums, stored + 2 * tile.first_group,
+                     stride, scratch, [&](int group, const A(&total)[2]) {
+                       const A rstd = rstds[group];
+                       const A n =
+                           static_cast<A>(plan.group_channels) * static_cast<A>(plan.positions);
+                       shared.statistics[2 * group] = rstd * (total[0] / n);
+                       shared.statistics[2 * group + 1] = rstd * (rstd * (rstd * total[1] / n));
                      });
-  SumTerms<kThreads>(
-      tile.groups, plan.group_channels, scratch,
-      [&](int group, int of, A(&values)[2]) {
-        const int channel = group * plan.group_channels + of;
-        const A scale =
-            ReadParameter<typename Tile::Element>(call.scale, tile.first_channel + channel, 1);
-        values[0] = scale * shared.totals[2 * channel];
-        values[1] = scale * shared.totals[2 * channel + 1];
-      },
-      [&](int group, const A(&found)[2]) {
-        const A n = static_cast<A>(plan.group_channels) * static_cast<A>(plan.positions);
-        shared.statistics[2 * group] = found[0] / n;
-        shared.statistics[2 * group + 1] = rstd[group] * (found[1] / n);
+  if (call.dscale == nullptr && call.dbias == nullptr) return;
+  const int share = (tile.channels - 1) / plan.parts + 1;
+  const int first = min(tile.part * share, tile.channels);
+  TotalParts<kKeeps>(
+      min(share, tile.channels - first), plan.parts, shared.sums + 2 * first,
+      stored + 2 * (plan.groups + tile.first_channel + first), stride, scratch,
+      [&](int of, const A(&total)[2]) {
+        const int channel = first + of;
+        const int64_t at = tile.sample * plan.channels + tile.first_channel + channel;
+        if (call.dbias != nullptr) static_cast<A*>(call.dbias)[at] = total[0];
+        if (call.dscale != nullptr) {
+          static_cast<A*>(call.dscale)[at] = total[1] * rstds[channel / plan.group_channels];
+        }
       });
 }
 
@@ -508,29 +539,33 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
     return loaded;
   };
 
-  A* const stored = kKeeps ? nullptr : StoredSums<A, A>(call, tile.sample, tile.first_channel);
+  A* const stored = kKeeps ? nullptr : StoredSums<A, A>(call, tile.sample, 0);
+  const int64_t stride = 2 * (plan.groups + plan.channels);
   if (both || !results) {
     SumGradients<kBatch>(call, tile, shared, scratch, load,
                          [&](const Loaded& loaded, const A(&g)[kSize]) {
                            if (kKeeps && call.active) V::Packed(g).Store(loaded.place);
                          });
+    SumGroups(call, tile, shared, scratch);
     if (!both) {
-      return StoreSums(shared.sums, tile.channels, stored + 2 * plan.channels * tile.part);
+      A* const to = stored + stride * tile.part;
+      StoreSums(shared.group_sums, tile.groups, to + 2 * tile.first_group);
+      return StoreSums(shared.sums, tile.channels, to + 2 * (plan.groups + tile.first_channel));
     }
   }
-  FindAverages<kKeeps>(call, tile, shared, stored, scratch);
+  ShowCluster<kKeeps>();
+  FindAverages<kKeeps>(call, tile, shared, stored, stride, scratch);
+  LeaveCluster<kKeeps>();
 
   next = shared.kept;
-  const A* const rstd =
-      static_cast<const A*>(call.rstd) + tile.sample * plan.groups + tile.first_group;
   for (int pass = 0; pass < plan.passes; ++pass) {
     const int slot = pass * plan.width + tile.slot;
     const Coefficients<Tile> c(call, tile, slot);
     // dx = g * factor - (x - mean) * by_x - less
     A by_x[kChannels] = {}, less[kChannels] = {};
     tile.ForChannels(slot, [&](int i, int, int group) {
-      by_x[i] = rstd[group] * shared.statistics[2 * group + 1];
-      less[i] = rstd[group] * shared.statistics[2 * group];
+      less[i] = shared.statistics[2 * group];
+      by_x[i] = shared.statistics[2 * group + 1];
     });
     const auto write = [&](const Loaded& loaded, int64_t at, const auto& differentiate) {
       A d[kSize], g[kSize];
@@ -651,7 +686,8 @@ cudaError_t GroupNormForward(const GroupNormForwardCall& call, cudaStream_t stre
 }
 
 cudaError_t GroupNormBackward(const GroupNormBackwardCall& call, cudaStream_t stream) {
-  return Run(call, ShapeOf(call, 2, true), call.workspace_size / (call.all_channels() * 2),
+  return Run(call, ShapeOf(call, 2, true),
+             call.workspace_size / ((call.groups + call.all_channels()) * 2),
              CommonAlignment({call.dy, call.s, call.dx}), stream);
 }
 

@@ -67,7 +67,7 @@ struct Plan {
 // Offsets in bytes in the shared memory of a block.
 struct SharedLayout {
   int sums;        // two doubles of each group, or two accumulators of each channel
-  int totals;      // the same over all parts, of the backward
+  int group_sums;  // two accumulators of each group, of the backward
   int statistics;  // two accumulators of each group
   int base;        // one accumulator of each group
   int table;       // two accumulators of each thread and channel of a unit
@@ -79,8 +79,8 @@ constexpr SharedLayout LayoutOf(const Plan& plan, const Shape& shape) {
   SharedLayout at = {};
   const int channels = plan.set_channels(), accumulator = shape.accumulator;
   const bool backward = shape.backward;
-  at.totals = backward ? channels * 2 * accumulator : plan.set_groups * 16;
-  at.statistics = at.totals + (backward ? channels * 2 * accumulator : 0);
+  at.group_sums = backward ? channels * 2 * accumulator : plan.set_groups * 16;
+  at.statistics = at.group_sums + (backward ? plan.set_groups * 2 * accumulator : 0);
   at.base = at.statistics + plan.set_groups * 2 * accumulator;
   at.table = static_cast<int>(RoundUp(at.base + plan.set_groups * accumulator, 16));
   // Channels first, the backward has an entry for each warp and slot.

@@ -29,9 +29,11 @@ struct Tile {
   int set, part;
   int groups, channels, slots;  // of the set, the last of which may have fewer
   int first_group, first_channel;
-  int slot, lane;      // this thread's slot in the first pass
-  int64_t begin, end;  // units of the part
-  int64_t origin;      // the first element of the set
+  int slot, lane;   // this thread's slot in the first pass
+  int64_t begin;    // the first unit of the part
+  int units;        // of the part
+  int least, more;  // each lane has so many of them, and the first ones have one more
+  int64_t origin;   // the first element of the set
 
   __device__ __forceinline__ Tile(const Plan& plan, uint32_t block) : plan(plan) {
     const uint32_t parts = plan.parts, sets = plan.sets;
@@ -48,7 +50,9 @@ struct Tile {
     slot = kLast ? thread % plan.width : thread / plan.lanes;
     lane = kLast ? thread / plan.width : thread % plan.lanes;
     begin = part * plan.part_units;
-    end = begin + plan.part_units < plan.units ? begin + plan.part_units : plan.units;
+    units = static_cast<int>(min(plan.part_units, plan.units - begin));
+    least = static_cast<uint32_t>(units) / static_cast<uint32_t>(plan.lanes);
+    more = units - least * plan.lanes;
     if (lane >= plan.lanes) slot = 1 << 24;  // of no pass
     origin = sample * plan.channels * plan.positions +
              first_channel * (kLast ? int64_t{1} : plan.positions);
@@ -59,10 +63,7 @@ struct Tile {
     return kLast ? lane * plan.width + slot : slot * plan.lanes + lane;
   }
   // The units that a lane has of a slot.
-  __device__ __forceinline__ int UnitsOf(int lane) const {
-    const int64_t own = end - begin - lane;
-    return own <= 0 ? 0 : static_cast<int>((own - 1) / plan.lanes) + 1;
-  }
+  __device__ __forceinline__ int UnitsOf(int lane) const { return least + (lane < more ? 1 : 0); }
   // An element of the set's group.
   __device__ __forceinline__ int64_t BaseOf(int group) const {
     return origin + int64_t{group} * plan.group_channels * (kLast ? int64_t{1} : plan.positions);
@@ -75,17 +76,24 @@ struct Tile {
     if (of >= slots) return;
     const int64_t step = plan.lanes * plan.unit_step;
     int64_t at = origin + of * plan.slot_step + (begin + lane) * plan.unit_step;
-    for (int64_t unit = begin + lane; unit < end; unit += kBatch * plan.lanes) {
-      std::remove_cvref_t<decltype(load(at))> loaded[kBatch];
+    std::remove_cvref_t<decltype(load(at))> loaded[kBatch];
+    int left = UnitsOf(lane);
+    for (; left >= kBatch; left -= kBatch) {
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        if (unit + k * plan.lanes < end) loaded[k] = load(at + k * step);
-      }
+      for (int k = 0; k < kBatch; ++k) loaded[k] = load(at + k * step);
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        if (unit + k * plan.lanes < end) use(loaded[k], at + k * step);
-      }
+      for (int k = 0; k < kBatch; ++k) use(loaded[k], at + k * step);
       at += kBatch * step;
+    }
+    if constexpr (kBatch > 1) {
+#pragma unroll
+      for (int k = 0; k + 1 < kBatch; ++k) {
+        if (k < left) loaded[k] = load(at + k * step);
+      }
+#pragma unroll
+      for (int k = 0; k + 1 < kBatch; ++k) {
+        if (k < left) use(loaded[k], at + k * step);
+      }
     }
   }
 

@@ -6,8 +6,9 @@
 // and only its memory accesses determine its shape.
 //
 // - The kernel moves *units* of 1 to 16 bytes: the largest unit that divides a head's row and to
-//   which the pointers are aligned. For heads of 64 elements it is 16 bytes. Units are contiguous
-//   along a row of x (all features), and along a head of y (all rows).
+//   which the pointers are aligned. For heads of 64 elements it is 16 bytes. With arithmetic, it is
+//   16 bytes or an element. Units are contiguous along a row of x (all features), and along a head
+//   of y (all rows).
 // - A thread stays in one column of units, so it computes part, head and bias once. It takes at
 //   least four rows of the column, and loads all of them before it stores the first. To saturate an
 //   H100's memory, about 3.35 TB/s times 0.8 us = 20 KB must be in flight per SM. With 16-byte
@@ -125,8 +126,7 @@ __device__ __forceinline__ void StoreSums(const HeadsTiles& t, const HeadsArrays
 
 // T is the element type. A move needs only its size, so it takes the whole unit as one element.
 template <typename T, int kUnit, HeadsWork kWork>
-__global__ void __launch_bounds__(kHeadsThreads)
-    HeadsKernel(const HeadsTiles t, const HeadsArrays arrays) {
+__device__ __forceinline__ void MoveRows(const HeadsTiles& t, const HeadsArrays& arrays) {
   using U = Unit<T, kUnit>;
   constexpr bool kBias = kWork == HeadsWork::kAddBias, kSums = kWork == HeadsWork::kSum;
   constexpr int kInFlight = HeadsInFlight(kUnit, kWork);
@@ -193,29 +193,36 @@ __global__ void __launch_bounds__(kHeadsThreads)
   if constexpr (kSums) StoreSums(t, arrays, slab, tile, column, row_lane, totals);
 }
 
+template <typename T, int kUnit, HeadsWork kWork>
+__global__ void __launch_bounds__(kHeadsThreads)
+    HeadsKernel(const HeadsTiles t, const HeadsArrays arrays) {
+  MoveRows<T, kUnit, kWork>(t, arrays);
+}
+
+// Arithmetic on units of an element.
+template <HeadsWork kWork>
+struct ElementRows {
+  HeadsTiles t;
+  HeadsArrays arrays;
+
+  template <typename T>
+  __device__ __forceinline__ void Run() const {
+    MoveRows<T, sizeof(T), kWork>(t, arrays);
+  }
+};
+
 // -------------------------------------------------------------------------------------------------
 // Launches
 
 using Kernel = void (*)(HeadsTiles, HeadsArrays);
 
-// The kernel for a unit of at most kUnit bytes.
-template <HeadsWork kWork, int kUnit = 16>
-Kernel FindKernel(int unit, DType dtype) {
+// The kernel that moves units of at most kUnit bytes.
+template <int kUnit = 16>
+Kernel MoveKernel(int unit) {
   if constexpr (kUnit > 1) {
-    if (unit < kUnit) return FindKernel<kWork, kUnit / 2>(unit, dtype);
+    if (unit < kUnit) return MoveKernel<kUnit / 2>(unit);
   }
-  if constexpr (kWork == HeadsWork::kMove) {
-    return KernelOf<Heads, HeadsKernel<Word<kUnit>, kUnit, kWork>>();
-  } else {
-    return ForDType(dtype, []<typename T>(TypeTag<T>) -> Kernel {
-      constexpr int kLeast = sizeof(T), kMost = kLeast == 8 ? 8 : 16;
-      if constexpr (kUnit < kLeast || kUnit > kMost) {
-        return nullptr;
-      } else {
-        return KernelOf<Heads, HeadsKernel<T, kUnit, kWork>>();
-      }
-    });
-  }
+  return KernelOf<Heads, HeadsKernel<Word<kUnit>, kUnit, HeadsWork::kMove>>();
 }
 
 // `call` has no alignments yet.
@@ -237,8 +244,19 @@ cudaError_t Run(HeadsCall call, DType dtype, const void* x, const void* const* y
   if (!plan.valid) return cudaErrorInvalidConfiguration;
   const dim3 grid(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.batch_slabs),
                   static_cast<unsigned>(plan.run_slabs));
-  return Launch(FindKernel<kWork>(plan.unit, dtype), {.grid = grid, .block = dim3(kHeadsThreads)},
-                stream, plan.tiles, arrays);
+  const LaunchConfig config = {.grid = grid, .block = dim3(kHeadsThreads)};
+  if constexpr (kWork == HeadsWork::kMove) {
+    return Launch(MoveKernel(plan.unit), config, stream, plan.tiles, arrays);
+  } else {
+    return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
+      if constexpr (sizeof(T) < 8) {
+        const Kernel kernel = KernelOf<Heads, HeadsKernel<T, 16, kWork>>();
+        if (plan.unit == 16) return Launch(kernel, config, stream, plan.tiles, arrays);
+      }
+      return LaunchAnyType<Heads, kHeadsThreads>(dtype, config, stream,
+                                                 ElementRows<kWork>{plan.tiles, arrays});
+    });
+  }
 }
 
 }  // namespace

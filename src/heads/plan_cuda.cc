@@ -41,18 +41,15 @@ HeadsShape Simplify(HeadsShape shape) {
   return shape;
 }
 
-// The largest possible unit, in bytes.
+// The largest unit that there is a kernel for, in bytes. Arithmetic has units of 16 bytes, which
+// are those of most models, and of an element.
 int UnitOf(const HeadsCall& call, const HeadsShape& shape) {
   const int64_t bits = 16 | shape.head_size * call.itemsize | call.alignment;
-  int64_t unit = bits & -bits;
-  // Arithmetic in float64 has one kernel.
-  if (call.work != HeadsWork::kMove && call.itemsize == 8) return 8;
-  // A unit's bias is loaded in pieces of 16 bytes, or at once if it is smaller.
-  if (call.work == HeadsWork::kAddBias) {
-    const int64_t ratio = call.bias_itemsize / call.itemsize;
-    while (std::min<int64_t>(16, unit * ratio) > call.bias_alignment) unit /= 2;
-  }
-  return static_cast<int>(unit);
+  const int unit = static_cast<int>(bits & -bits);
+  if (call.work == HeadsWork::kMove) return unit;
+  const bool whole = unit == 16 && call.itemsize < 8;
+  const bool bias = call.work != HeadsWork::kAddBias || call.bias_alignment == 16;
+  return whole && bias ? 16 : static_cast<int>(call.itemsize);
 }
 
 // Sets the tile for runs of `run_rows` rows. There should be enough row lanes to take the run at

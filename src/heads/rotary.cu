@@ -263,8 +263,7 @@ struct Head {
 // Also the backward if nothing is normalized and there are no sums. A chunk has t.steps heads for
 // each group of lanes. All groups of a warp together have neighboring heads in each step.
 template <typename T, int kSize, int kPairs, int kHeads>
-__global__ void __launch_bounds__(kWarps* kWarpSize, kPairs > 1 ? 1 : 2)
-    RotaryForward(const Tiles t, const RotaryArrays arrays) {
+__device__ __forceinline__ void Turn(const Tiles& t, const RotaryArrays& arrays) {
   using L = Lane<T, kSize, kPairs>;
   using A = typename L::A;
   const Place place(t);
@@ -353,8 +352,7 @@ __device__ __forceinline__ void StoreSums(const L& lane, A* shared, const A (&su
 // Heads that share a sum are a slot: t.per_lane heads of one part. A chunk has a slot for each
 // group of lanes. A lane has two heads of a row in flight, or one head of two rows.
 template <typename T, int kSize, int kPairs>
-__global__ void __launch_bounds__(kWarps* kWarpSize, kPairs > 1 ? 1 : 2)
-    RotaryBackward(const Tiles t, const RotaryArrays arrays) {
+__device__ __forceinline__ void TurnBack(const Tiles& t, const RotaryArrays& arrays) {
   using L = Lane<T, kSize, kPairs>;
   using A = typename L::A;
   constexpr int kElements = L::kElements;
@@ -466,18 +464,44 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kPairs > 1 ? 1 : 2)
 
 constexpr int kHeads = 4, kForwardRows = 2, kGeneralPairs = 8;
 
-using Kernel = void (*)(Tiles, RotaryArrays);
-
-// `sums`: the kernel for norms in the backward, and for sums.
-template <typename T>
-Kernel FindKernel(bool units, bool sums) {
-  constexpr int kSize = 16 / sizeof(T);
-  if constexpr (sizeof(T) < 8) {
-    if (units && sums) return KernelOf<Rotary, RotaryBackward<T, kSize, 1>>();
-    if (units) return KernelOf<Rotary, RotaryForward<T, kSize, 1, kHeads>>();
+// `kSums`: for norms in the backward, and for sums.
+template <typename T, bool kSums>
+__global__ void __launch_bounds__(kWarps* kWarpSize, 2)
+    RotaryKernel(const Tiles t, const RotaryArrays arrays) {
+  if constexpr (kSums) {
+    TurnBack<T, 16 / sizeof(T), 1>(t, arrays);
+  } else {
+    Turn<T, 16 / sizeof(T), 1, kHeads>(t, arrays);
   }
-  if (sums) return KernelOf<Rotary, RotaryBackward<T, 1, kGeneralPairs>>();
-  return KernelOf<Rotary, RotaryForward<T, 1, kGeneralPairs, 1>>();
+}
+
+// Lanes take single elements.
+template <bool kSums>
+struct RotaryElements {
+  Tiles t;
+  RotaryArrays arrays;
+
+  template <typename T>
+  __device__ __forceinline__ void Run() const {
+    if constexpr (kSums) {
+      TurnBack<T, 1, kGeneralPairs>(t, arrays);
+    } else {
+      Turn<T, 1, kGeneralPairs, 1>(t, arrays);
+    }
+  }
+};
+
+template <bool kSums>
+cudaError_t LaunchRotary(DType dtype, bool units, int64_t blocks, const Tiles& t,
+                         const RotaryArrays& arrays, cudaStream_t stream) {
+  constexpr int kThreads = kWarps * kWarpSize;
+  return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
+    if constexpr (sizeof(T) < 8) {
+      const auto kernel = KernelOf<Rotary, RotaryKernel<T, kSums>>();
+      if (units) return Launch(kernel, Grid(blocks, kThreads), stream, t, arrays);
+    }
+    return LaunchAnyType<Rotary, kThreads>(dtype, blocks, stream, RotaryElements<kSums>{t, arrays});
+  });
 }
 
 // Whether lanes take units of 16 bytes.
@@ -534,11 +558,8 @@ cudaError_t Run(const RotaryShape& shape, DType dtype, const HeadsSums* sums,
   if (blocks > kMost || shape.features() > kMost || shape.sequence + t.run_rows > kMost) {
     return cudaErrorInvalidConfiguration;
   }
-  const Kernel kernel = ForDType(
-      dtype, [&]<typename T>(TypeTag<T>) -> Kernel { return FindKernel<T>(units, with_sums); });
-  const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(blocks)),
-                               .block = dim3(kWarps * kWarpSize)};
-  return Launch(kernel, config, stream, t, arrays);
+  return with_sums ? LaunchRotary<true>(dtype, units, blocks, t, arrays, stream)
+                   : LaunchRotary<false>(dtype, units, blocks, t, arrays, stream);
 }
 
 cudaError_t Clear(void* sums, int64_t bytes, cudaStream_t stream) {

@@ -131,8 +131,7 @@ Kernel RowsKernel(bool aligned, [[maybe_unused]] bool dropout, int form) {
 template <typename T>
 cudaError_t LaunchLong(const Params& p, const NormBackwardPlan& plan, cudaStream_t stream) {
   const auto launch = [&](auto kernel, int64_t blocks) {
-    const dim3 grid(static_cast<unsigned>(std::min(blocks, kNormMaxBlocks)));
-    return Launch(kernel, {.grid = grid, .block = dim3(kBlock)}, stream, p, plan.tiles);
+    return Launch(kernel, Grid(std::min(blocks, kNormMaxBlocks), kBlock), stream, p, plan.tiles);
   };
   cudaError_t error =
       launch(KernelOf<NormBackwardKernels, LongSumsKernel<T>>(), p.all_rows * plan.tiles);
@@ -162,9 +161,8 @@ cudaError_t LaunchWithDrop(NormBackwardCall call, DType dtype, Params p, cudaStr
   p.partials = call.batch * p.sums;
   const int64_t blocks = p.partials * CeilDiv(p.n, int64_t{kBlock} * kSeedBlock);
   return Launch(KernelOf<NormBackwardKernels, NormDropBackwardKernel>(),
-                {.grid = dim3(static_cast<unsigned>(std::min(blocks, kNormMaxBlocks))),
-                 .block = dim3(kBlock)},
-                stream, p, dtype, static_cast<const void*>(without.dx));
+                Grid(std::min(blocks, kNormMaxBlocks), kBlock), stream, p, dtype,
+                static_cast<const void*>(without.dx));
 }
 
 template <typename T>
@@ -187,11 +185,7 @@ cudaError_t LaunchBackward(const NormBackwardCall& call, DType dtype, Params p,
   p.stat_bytes = plan.stat_bytes;
   p.stage_bytes = plan.stage_bytes;
   return Launch(RowsKernel<T>(call.aligned, call.dropout, plan.form),
-                {.grid = dim3(static_cast<unsigned>(plan.blocks)),
-                 .block = dim3(kBlock),
-                 .shared = static_cast<size_t>(plan.shared),
-                 .cluster = plan.cluster},
-                stream, p);
+                Grid(plan.blocks, kBlock, plan.shared, plan.cluster), stream, p);
 }
 
 }  // namespace

@@ -261,12 +261,8 @@ cudaError_t LaunchForward(int alignment, DType dtype, NormForwardParams params,
     plan = plan_for(max_cluster);
   }
   const auto launch = [&](Kernel kernel) {
-    return Launch(kernel,
-                  {.grid = dim3(static_cast<unsigned>(plan.blocks)),
-                   .block = dim3(plan.threads),
-                   .shared = static_cast<size_t>(plan.shared),
-                   .cluster = plan.cluster},
-                  stream, params);
+    return Launch(kernel, Grid(plan.blocks, plan.threads, plan.shared, plan.cluster), stream,
+                  params);
   };
   if constexpr (sizeof(T) == 8) {
     params.chunks = plan.chunks;
@@ -275,12 +271,9 @@ cudaError_t LaunchForward(int alignment, DType dtype, NormForwardParams params,
     if (plan.kernel == NormForwardKernel::kLong) {
       const Kernel kernel = KernelOf<NormForwardKernels, NormLongKernel<T>>();
       int resident;
-      error = ResidentBlocks(reinterpret_cast<const void*>(kernel),
-                             {.grid = dim3(plan.cluster),
-                              .block = dim3(plan.threads),
-                              .shared = static_cast<size_t>(plan.shared),
-                              .cluster = plan.cluster},
-                             &resident);
+      error =
+          ResidentBlocks(reinterpret_cast<const void*>(kernel),
+                         Grid(plan.cluster, plan.threads, plan.shared, plan.cluster), &resident);
       if (error == cudaSuccess && resident > 0) {
         plan.blocks = std::min<int64_t>(plan.blocks, resident);
         params.block_columns = plan.block_columns;

@@ -36,12 +36,9 @@ bool IsLineStart(const void* p) { return reinterpret_cast<uintptr_t>(p) % 64 == 
 NormForwardArrays FromRow(const NormForwardArrays& arrays, int64_t row, int64_t row_bytes,
                           int64_t accumulator) {
   NormForwardArrays from = arrays;
-  from.x = Offset(arrays.x, row * row_bytes);
-  from.residual = Offset(arrays.residual, row * row_bytes);
-  from.y = Offset(arrays.y, row * row_bytes);
-  from.sum = Offset(arrays.sum, row * row_bytes);
-  from.mean = Offset(arrays.mean, row * accumulator);
-  from.rstd = Offset(arrays.rstd, row * accumulator);
+  for (const void** p : {&from.x, &from.residual}) *p = Offset(*p, row * row_bytes);
+  for (void** p : {&from.y, &from.sum}) *p = Offset(*p, row * row_bytes);
+  for (void** p : {&from.mean, &from.rstd}) *p = Offset(*p, row * accumulator);
   from.dropout.seeds = arrays.dropout.seeds.From(row);
   return from;
 }
@@ -49,14 +46,10 @@ NormForwardArrays FromRow(const NormForwardArrays& arrays, int64_t row, int64_t 
 NormBackwardArrays FromRow(const NormBackwardArrays& arrays, int64_t row, int64_t row_bytes,
                            int64_t accumulator) {
   NormBackwardArrays from = arrays;
-  from.dy = Offset(arrays.dy, row * row_bytes);
-  from.s = Offset(arrays.s, row * row_bytes);
-  from.mean = Offset(arrays.mean, row * accumulator);
-  from.rstd = Offset(arrays.rstd, row * accumulator);
-  from.dsum = Offset(arrays.dsum, row * row_bytes);
-  from.dy2 = Offset(arrays.dy2, row * row_bytes);
-  from.dx = Offset(arrays.dx, row * row_bytes);
-  from.dresidual = Offset(arrays.dresidual, row * row_bytes);
+  for (const void** p : {&from.dy, &from.s, &from.dsum, &from.dy2})
+    *p = Offset(*p, row * row_bytes);
+  for (const void** p : {&from.mean, &from.rstd}) *p = Offset(*p, row * accumulator);
+  for (void** p : {&from.dx, &from.dresidual}) *p = Offset(*p, row * row_bytes);
   from.dropout.seeds = arrays.dropout.seeds.From(row);
   return from;
 }

@@ -22,9 +22,8 @@
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
-// The blocks of a segment. The segments of a row are summed separately, and then added up. If one
-// element dominates a row, a running sum that contains it loses bits with every addition. Segments
-// limit the number of these additions.
+// The blocks of a segment of a sum. If one element dominates a row, a running sum that contains it
+// loses bits with every addition.
 constexpr int64_t kSegmentBlocks = 8;
 
 // The forward processes up to kMaxGroup rows together, but not more than kGroupElements elements,
@@ -51,22 +50,6 @@ struct Norm {
     const char* p = static_cast<const char*>(parameter.data);
     if (parameter.wide) return LoadElements<Wide>(extent, p + i * Wide::kBytes, count);
     return LoadElements<E>(extent, p + i * E::kBytes, count);
-  }
-
-  // f(extent, i, count) returns the terms of a block, 0 after the end of the row.
-  template <typename F>
-  static FASTOPS_INLINE Scalar SumOverRow(int64_t n, const F& f) {
-    Pair<A> total = SetPair<A>(0);
-    for (int64_t begin = 0; begin < n;) {
-      const int64_t end = n - begin > kSegmentBlocks * kBlock ? begin + kSegmentBlocks * kBlock : n;
-      Pair<A> sum = SetPair<A>(0);
-      OverBlocks<kBlock>(begin, end, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-        sum = Add(sum, f(extent, i, count));
-      });
-      total = Add(total, sum);
-      begin = end;
-    }
-    return SumOf(total);
   }
 
   // The input s of the norm: x, or a sum with x.
@@ -102,7 +85,7 @@ struct Norm {
                                    Scalar rstd) {
     const Pair<A> means = SetPair<A>(mean), rstds = SetPair<A>(rstd);
     const Pair<A> corrections = SetPair<A>(correction);
-    const auto block = [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+    OverRow<E, kStream>(y, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
       FetchAhead(source.x + i * E::kBytes, ahead);
       if (source.residual != nullptr) FetchAhead(source.residual + i * E::kBytes, ahead);
       Pair<A> v = Load<kSum>(extent, source, i, count);
@@ -110,27 +93,21 @@ struct Norm {
       if (arrays.scale.data != nullptr) v = Mul(v, Parameter(extent, arrays.scale, i, count));
       if (arrays.bias.data != nullptr) v = Add(v, Parameter(extent, arrays.bias, i, count));
       StoreElements<E, kStream>(extent, y + i * E::kBytes, E::Narrow(v), count);
-    };
-    if constexpr (kStream) {
-      OverAlignedBlocks<E>(y, n, block);
-    } else {
-      OverBlocks<kBlock>(0, n, block);
-    }
+    });
   }
 
   template <bool kLayer, bool kSum>
   static FASTOPS_INLINE Scalar FirstSum(const Source& source, char* sum, int64_t n) {
-    return SumOverRow(n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-      const Pair<A> s = Load<kSum>(extent, source, i, count);
-      if (sum != nullptr) {
-        StoreElements<E, false>(extent, sum + i * E::kBytes, E::Narrow(s), count);
-      }
-      if constexpr (kLayer) {
-        return s;
-      } else {
-        return Mul(s, s);
-      }
-    });
+    Pair<A> total[1];
+    SumRow<kSegmentBlocks>(
+        n, total, [&](auto extent, int64_t i, int64_t count, Pair<A>* first) FASTOPS_LAMBDA {
+          const Pair<A> s = Load<kSum>(extent, source, i, count);
+          if (sum != nullptr) {
+            StoreElements<E, false>(extent, sum + i * E::kBytes, E::Narrow(s), count);
+          }
+          *first = Add(*first, kLayer ? s : Mul(s, s));
+        });
+    return SumOf(total[0]);
   }
 
   // The sums of the deviations from the mean, and of their squares. The first is the rounding error
@@ -143,23 +120,17 @@ struct Norm {
   template <bool kSum>
   static FASTOPS_INLINE Deviations DeviationsOf(const Source& source, int64_t n, Scalar mean) {
     const Pair<A> means = SetPair<A>(mean);
-    Pair<A> total = SetPair<A>(0), total_squares = SetPair<A>(0);
-    for (int64_t begin = 0; begin < n;) {
-      const int64_t end = n - begin > kSegmentBlocks * kBlock ? begin + kSegmentBlocks * kBlock : n;
-      Pair<A> sum = SetPair<A>(0), squares = SetPair<A>(0);
-      OverBlocks<kBlock>(begin, end, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-        Pair<A> d = Sub(Load<kSum>(extent, source, i, count), means);
-        if constexpr (!decltype(extent)::kWhole) {
-          d = Select(FirstOfPair<A>(count), d, SetPair<A>(0));
-        }
-        sum = Add(sum, d);
-        squares = Add(squares, Mul(d, d));
-      });
-      total = Add(total, sum);
-      total_squares = Add(total_squares, squares);
-      begin = end;
-    }
-    return {static_cast<double>(SumOf(total)), static_cast<double>(SumOf(total_squares))};
+    Pair<A> totals[2];
+    SumRow<kSegmentBlocks>(
+        n, totals, [&](auto extent, int64_t i, int64_t count, Pair<A>* sums) FASTOPS_LAMBDA {
+          Pair<A> d = Sub(Load<kSum>(extent, source, i, count), means);
+          if constexpr (!decltype(extent)::kWhole) {
+            d = Select(FirstOfPair<A>(count), d, SetPair<A>(0));
+          }
+          sums[0] = Add(sums[0], d);
+          sums[1] = Add(sums[1], Mul(d, d));
+        });
+    return {static_cast<double>(SumOf(totals[0])), static_cast<double>(SumOf(totals[1]))};
   }
 
   static FASTOPS_INLINE bool IsFinite(double x) { return x - x == 0; }
@@ -349,38 +320,28 @@ struct Norm {
       if constexpr (kLayer) mean[k] = SetPair<A>(Read(arrays.mean, row + k));
       rstd[k] = SetPair<A>(Read(arrays.rstd, row + k));
     }
-    // The sums of g and of g * (s - mean).
-    Pair<A> g_total[kCount], gx_total[kCount];
-    for (int k = 0; k < kCount; ++k) g_total[k] = gx_total[k] = SetPair<A>(0);
-    for (int64_t begin = 0; begin < n;) {
-      const int64_t end = n - begin > kSegmentBlocks * kBlock ? begin + kSegmentBlocks * kBlock : n;
-      Pair<A> g_sum[kCount], gx_sum[kCount];
-      for (int k = 0; k < kCount; ++k) g_sum[k] = gx_sum[k] = SetPair<A>(0);
-      OverBlocks<kBlock>(begin, end, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-        Pair<A> scale = SetPair<A>(1);
-        if (arrays.scale.data != nullptr) scale = Parameter(extent, arrays.scale, i, count);
+    // The sums of g * (s - mean), then those of g.
+    Pair<A> totals[kLayer ? 2 * kCount : kCount];
+    SumRow<kSegmentBlocks>(
+        n, totals, [&](auto extent, int64_t i, int64_t count, Pair<A>* sums) FASTOPS_LAMBDA {
+          Pair<A> scale = SetPair<A>(1);
+          if (arrays.scale.data != nullptr) scale = Parameter(extent, arrays.scale, i, count);
 #pragma GCC unroll 4
-        for (int k = 0; k < kCount; ++k) {
-          const int64_t at = k * row_bytes + i * E::kBytes;
-          Pair<A> g = dy(extent, at, count);
-          if (arrays.scale.data != nullptr) g = Mul(g, scale);
-          Pair<A> x = LoadElements<E>(extent, s + at, count);
-          if constexpr (kLayer) {
-            x = Sub(x, mean[k]);
-            g_sum[k] = Add(g_sum[k], g);
+          for (int k = 0; k < kCount; ++k) {
+            const int64_t at = k * row_bytes + i * E::kBytes;
+            Pair<A> g = dy(extent, at, count);
+            if (arrays.scale.data != nullptr) g = Mul(g, scale);
+            Pair<A> x = LoadElements<E>(extent, s + at, count);
+            if constexpr (kLayer) {
+              x = Sub(x, mean[k]);
+              sums[kCount + k] = Add(sums[kCount + k], g);
+            }
+            sums[k] = MulAdd(g, x, sums[k]);
           }
-          gx_sum[k] = MulAdd(g, x, gx_sum[k]);
-        }
-      });
-      for (int k = 0; k < kCount; ++k) {
-        g_total[k] = Add(g_total[k], g_sum[k]);
-        gx_total[k] = Add(gx_total[k], gx_sum[k]);
-      }
-      begin = end;
-    }
+        });
     for (int k = 0; k < kCount; ++k) {
-      g_mean[k] = SumOf(g_total[k]) / static_cast<Scalar>(n);
-      gx_mean[k] = SumOf(gx_total[k]) * Read(arrays.rstd, row + k) / static_cast<Scalar>(n);
+      if constexpr (kLayer) g_mean[k] = SumOf(totals[kCount + k]) / static_cast<Scalar>(n);
+      gx_mean[k] = SumOf(totals[k]) * Read(arrays.rstd, row + k) / static_cast<Scalar>(n);
     }
     Gradient<kLayer, kStream, kCount>(arrays, row, n, first, g_mean, gx_mean);
   }
@@ -451,11 +412,7 @@ struct Norm {
         return;
       }
     }
-    if constexpr (kStream) {
-      OverAlignedBlocks<E>(dx, n, block);
-    } else {
-      OverBlocks<kBlock>(0, n, block);
-    }
+    OverRow<E, kStream>(dx, n, block);
   }
 
   template <bool kLayer, bool kStream>

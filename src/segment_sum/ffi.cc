@@ -1,6 +1,11 @@
-// The handler of sums by segment. jax_fastops/segment_sum.py declares its buffers.
+// The handlers of sums by segment, and of the sort of ids for them on CUDA.
+// jax_fastops/segment_sum.py declares their buffers.
 #include "core/ffi/handler.h"
 #include "segment_sum/segment_sum.h"
+
+#ifdef FASTOPS_CUDA
+#include "segment_sum/sort.h"
+#endif
 
 namespace jax_fastops {
 namespace {
@@ -32,6 +37,27 @@ ffi::Error Sum(Call& call, Queue queue) {
 }
 
 FASTOPS_HANDLER("segment_sum", Sum, LoadSegmentSumKernels);
+
+#ifdef FASTOPS_CUDA
+
+ffi::Error Sort(Call& call, Queue queue) {
+  using C = cuda::SegmentSortCall;
+  C c = {};
+  c.lists = call.Batch();
+  c.rows = call.Size("r");
+  c.segments = call.Attribute<int64_t>("segments");
+  c.bits = call.Attribute<int64_t>("bits");
+  c.tile = call.Attribute<int64_t>("tile");
+  c.work_size = call.Size("w", 0);
+  call.Fill(&c, "ids", &C::ids, "keys", &C::keys, "order", &C::order, "work?", &C::work);
+  const int64_t keys = call.Elements("keys");
+  c.key_bytes = keys == 0 ? 4 : static_cast<int>(call.Bytes("keys") / keys);
+  return call.Run([&] { return cuda::SegmentSort(c, queue); });
+}
+
+FASTOPS_HANDLER("segment_sum.sort", Sort, LoadSegmentSortKernels);
+
+#endif
 
 }  // namespace
 }  // namespace jax_fastops

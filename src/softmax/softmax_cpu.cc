@@ -38,9 +38,6 @@ namespace {
 FASTOPS_DEFINE_KERNELS(Kernels, softmax_kernels)
 FASTOPS_DEFINE_KERNELS(Droppers, dropout_kernels)
 
-int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
-
 // ---- Rows ---------------------------------------------------------------------------------------
 
 // The mask of elements [begin, begin + count) of a row as contiguous bytes: in place, or gathered
@@ -71,7 +68,7 @@ void OverShortRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int64_t r
                     rows = end - row;
                   } else if (mask.stride == 1) {
                     const int64_t size = mask.outer.size[mask.outer.rank - 1];
-                    rows = Min(end - row, size - row % size);
+                    rows = std::min<int64_t>(end - row, size - row % size);
                     stride = mask.outer.stride[mask.outer.rank - 1];
                   }
                   body(row, rows, RowMask(mask, row, 0, shape.n, bytes), stride);
@@ -97,7 +94,7 @@ void OverLongRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int64_t it
                     uint8_t bytes[kSoftmaxPiece];
                     for (int64_t piece = begin; piece < end; ++piece) {
                       const int64_t from = piece * kSoftmaxPiece;
-                      const int64_t count = Min(kSoftmaxPiece, n - from);
+                      const int64_t count = std::min<int64_t>(kSoftmaxPiece, n - from);
                       body(count, (row * n + from) * itemsize,
                            RowMask(mask, row, from, count, bytes),
                            &states[static_cast<size_t>(piece)]);
@@ -252,14 +249,16 @@ struct Cut {
   // size in the arrays.
   Cut(const SoftmaxShape& shape, int64_t buffer_bytes, int64_t bytes)
       : n(shape.n), inner(shape.inner) {
-    fold = inner >= kMinColumns ? 1 : Min(n, Max(1, kFoldedColumns / inner));
+    fold = inner >= kMinColumns
+               ? 1
+               : std::min<int64_t>(n, std::max<int64_t>(1, kFoldedColumns / inner));
     rows = n / fold;
     rest = n % fold * inner;
     columns = fold * inner;
     if (fold == 1) {
       int64_t fits = buffer_bytes == 0 ? 0 : Multiple(kBufferBytes / buffer_bytes / n);
-      if (fits == 0) fits = Max(kMinColumns, Multiple(kTileBytes / bytes / n));
-      columns = Min(inner, Min(kMaxColumns, fits));
+      if (fits == 0) fits = std::max<int64_t>(kMinColumns, Multiple(kTileBytes / bytes / n));
+      columns = std::min<int64_t>(inner, std::min<int64_t>(kMaxColumns, fits));
     }
     tiles = CeilDiv(fold * inner, columns);
     chunk_rows = 0;
@@ -269,7 +268,7 @@ struct Cut {
   static int64_t Multiple(int64_t fits) { return fits / kMinColumns * kMinColumns; }
 
   void Chunks(int64_t rows_of_chunk) {
-    chunk_rows = Max(1, Min(rows, rows_of_chunk));
+    chunk_rows = std::max<int64_t>(1, std::min<int64_t>(rows, rows_of_chunk));
     chunks = CeilDiv(rows, chunk_rows);
   }
 };
@@ -289,8 +288,8 @@ void OverParts(const Cut& cut, int64_t outer, int64_t tile, int64_t chunk, const
   place.outer = outer;
   place.column = tile * cut.columns;
   place.row = chunk * cut.chunk_rows;
-  place.rows = Min(cut.chunk_rows, cut.rows - place.row);
-  place.columns = Min(cut.columns, cut.fold * cut.inner - place.column);
+  place.rows = std::min<int64_t>(cut.chunk_rows, cut.rows - place.row);
+  place.columns = std::min<int64_t>(cut.columns, cut.fold * cut.inner - place.column);
   place.element = (outer * cut.n + place.row * cut.fold) * cut.inner + place.column;
   body(place);
   if (chunk == cut.chunks - 1 && cut.rest > 0) {
@@ -412,7 +411,7 @@ struct Columns {
   }
 
   int64_t ColumnsOf(int64_t tile) const {
-    return Min(cut.columns, cut.fold * cut.inner - tile * cut.columns);
+    return std::min<int64_t>(cut.columns, cut.fold * cut.inner - tile * cut.columns);
   }
 
   // Calls body(part, at, row) for the rows of a chunk: the tile with its mask, unless `masked` is

@@ -18,9 +18,7 @@
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
-// A sum is first computed per segment of this many blocks, then the segments are added up. The
-// rounding error grows with the number of successive additions. The lanes, which add up separately,
-// reduce it further.
+// The blocks of a segment of a sum.
 constexpr int64_t kSegmentBlocks = 64;
 
 // The number of one-block rows that fit the registers.
@@ -71,18 +69,13 @@ struct Softmax {
   template <bool kStore>
   static FASTOPS_INLINE Scalar ExpSum(Scalar* buffer, int64_t n, Scalar shift) {
     const Pair<A> shifts = SetPair<A>(shift);
-    Pair<A> total = SetPair<A>(0);
-    for (int64_t i = 0; i < n;) {
-      const int64_t end = n - i > kSegmentBlocks * kBlock ? i + kSegmentBlocks * kBlock : n;
-      Pair<A> sum = SetPair<A>(0);
-      for (; i < end; i += kBlock) {
-        const Pair<A> e = Exp(Sub(LoadPair<A>(buffer + i), shifts));
-        if constexpr (kStore) StorePair<A>(buffer + i, e);
-        sum = Add(sum, e);
-      }
-      total = Add(total, sum);
-    }
-    return SumOf(total);
+    Pair<A> total[1];
+    SumRow<kSegmentBlocks>(n, total, [&](auto, int64_t i, int64_t, Pair<A>* sum) FASTOPS_LAMBDA {
+      const Pair<A> e = Exp(Sub(LoadPair<A>(buffer + i), shifts));
+      if constexpr (kStore) StorePair<A>(buffer + i, e);
+      *sum = Add(*sum, e);
+    });
+    return SumOf(total[0]);
   }
 
   // Fills a row without a proper sum.
@@ -97,15 +90,6 @@ struct Softmax {
   }
 
   static FASTOPS_INLINE bool Proper(double sum) { return sum < kInfinity; }
-
-  template <bool kStream, typename F>
-  static FASTOPS_INLINE void OverRow(const char* y, int64_t n, const F& f) {
-    if constexpr (kStream) {
-      OverAlignedBlocks<E>(y, n, f);
-    } else {
-      OverBlocks<kBlock>(0, n, f);
-    }
-  }
 
   template <bool kLog>
   static FASTOPS_INLINE Scalar Factor(Scalar sum) {
@@ -200,7 +184,7 @@ struct Softmax {
         }
         const Pair<A> shifts = SetPair<A>(maximum[k]);
         const Pair<A> factors = SetPair<A>(Factor<kLog>(sum[k]));
-        OverRow<kStream>(to, n, [&](auto extent, int64_t i, int64_t part) FASTOPS_LAMBDA {
+        OverRow<E, kStream>(to, n, [&](auto extent, int64_t i, int64_t part) FASTOPS_LAMBDA {
           Pair<A> v = LoadPair<A>(from + i);
           if constexpr (kLog) {
             v = Sub(Sub(v, shifts), factors);
@@ -220,16 +204,14 @@ struct Softmax {
   static void Rows(const SoftmaxCall& call, const char* x, const uint8_t* mask, int64_t mask_stride,
                    char* y, int64_t rows, int64_t n) {
     WithFlags(
-        [&]<bool kMask, bool kLog>() {
+        [&]<bool kMask, bool kLog, bool kStream>() {
           if (n <= kBlock) {
             OneBlockRows<kMask>(call, x, mask, mask_stride, y, rows, n);
-          } else if (kStreams && call.stream) {
-            SomeRows<kMask, kLog, true>(call, x, mask, mask_stride, y, rows, n);
           } else {
-            SomeRows<kMask, kLog, false>(call, x, mask, mask_stride, y, rows, n);
+            SomeRows<kMask, kLog, kStream>(call, x, mask, mask_stride, y, rows, n);
           }
         },
-        mask != nullptr, call.log);
+        mask != nullptr, call.log, kStreams && call.stream);
   }
 
   // The statistics of a piece. If no element is above -inf, the sum is 0, or NaN if there is a NaN;
@@ -250,7 +232,7 @@ struct Softmax {
     const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
     const Pair<A> shifts = SetPair<A>(static_cast<Scalar>(maximum));
     const Pair<A> factors = SetPair<A>(static_cast<Scalar>(kLog ? __builtin_log(sum) : 1 / sum));
-    OverRow<kStream>(y, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+    OverRow<E, kStream>(y, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
       Pair<A> v = Sub(Scaled<kMask>(extent, x, mask, i, count, scales), shifts);
       if constexpr (kLog) {
         v = Sub(v, factors);
@@ -309,20 +291,15 @@ struct Softmax {
 
   template <bool kLog, bool kOut>
   static double SumOfRow(const char* y, const char* dy, const uint8_t* mask, int64_t n) {
-    Pair<A> total = SetPair<A>(0);
-    for (int64_t begin = 0; begin < n;) {
-      const int64_t end = n - begin > kSegmentBlocks * kBlock ? begin + kSegmentBlocks * kBlock : n;
-      Pair<A> sum = SetPair<A>(0);
-      OverBlocks<kBlock>(begin, end, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-        const Pair<A> d = LoadElements<E>(extent, dy + i * E::kBytes, count);
-        Pair<A> v = d;
-        if constexpr (!kLog) v = LoadElements<E>(extent, y + i * E::kBytes, count);
-        sum = Add(sum, Term<kLog, kOut>(v, d, Keep<kLog, kOut>(extent, v, mask, i, count)));
-      });
-      total = Add(total, sum);
-      begin = end;
-    }
-    return SumOf(total);
+    Pair<A> total[1];
+    SumRow<kSegmentBlocks>(
+        n, total, [&](auto extent, int64_t i, int64_t count, Pair<A>* sum) FASTOPS_LAMBDA {
+          const Pair<A> d = LoadElements<E>(extent, dy + i * E::kBytes, count);
+          Pair<A> v = d;
+          if constexpr (!kLog) v = LoadElements<E>(extent, y + i * E::kBytes, count);
+          *sum = Add(*sum, Term<kLog, kOut>(v, d, Keep<kLog, kOut>(extent, v, mask, i, count)));
+        });
+    return SumOf(total[0]);
   }
 
   static double BackwardSum(const SoftmaxCall& call, const char* y, const char* dy,
@@ -336,7 +313,7 @@ struct Softmax {
                             const uint8_t* mask, char* dx, int64_t n, double sum) {
     const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
     const Pair<A> sums = SetPair<A>(static_cast<Scalar>(sum));
-    OverRow<kStream>(dx, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+    OverRow<E, kStream>(dx, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
       const Pair<A> v = LoadElements<E>(extent, y + i * E::kBytes, count);
       const Pair<A> d = LoadElements<E>(extent, dy + i * E::kBytes, count);
       const PairMask<A> keep = Keep<kLog, kOut>(extent, v, mask, i, count);
@@ -390,16 +367,14 @@ struct Softmax {
                            const uint8_t* mask, int64_t mask_stride, char* dx, int64_t rows,
                            int64_t n) {
     WithFlags(
-        [&]<bool kLog, bool kOut>() {
+        [&]<bool kLog, bool kOut, bool kStream>() {
           if (n <= kBlock) {
             OneBlockGradients<kLog, kOut>(call, y, dy, mask, mask_stride, dx, rows, n);
-          } else if (kStreams && call.stream) {
-            GradientsOfRows<kLog, kOut, true>(call, y, dy, mask, mask_stride, dx, rows, n);
           } else {
-            GradientsOfRows<kLog, kOut, false>(call, y, dy, mask, mask_stride, dx, rows, n);
+            GradientsOfRows<kLog, kOut, kStream>(call, y, dy, mask, mask_stride, dx, rows, n);
           }
         },
-        call.log, call.masked);
+        call.log, call.masked, kStreams && call.stream);
   }
 
   static void BackwardFinish(const SoftmaxCall& call, const char* y, const char* dy,

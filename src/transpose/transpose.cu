@@ -44,13 +44,9 @@ struct Launcher {
   cudaStream_t stream;
 
   template <typename... Params, typename... Arguments>
-  cudaError_t Run(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared,
+  cudaError_t Run(void (*kernel)(Params...), int64_t blocks, int threads, int64_t shared,
                   const Arguments&... arguments) const {
-    if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-    const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(blocks)),
-                                 .block = dim3(static_cast<unsigned>(threads)),
-                                 .shared = shared};
-    return Launch(kernel, config, stream, arguments...);
+    return Launch(kernel, Grid(blocks, threads, shared), stream, arguments...);
   }
 
   cudaError_t operator()(const CopyPlan&) const {

@@ -28,21 +28,7 @@ int ShiftOf(const void* address) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16);
 }
 
-LaunchConfig ConfigOf(int64_t blocks, int64_t shared = 0) {
-  return {.grid = dim3(static_cast<unsigned>(blocks)),
-          .block = dim3(kWindowSumThreads),
-          .shared = static_cast<size_t>(shared)};
-}
-
 // float64 has one kernel of each kind, and none of columns.
-template <typename T>
-auto DirectOf(int unit) {
-  if constexpr (sizeof(T) < 8) {
-    if (unit == 16) return KernelOf<WindowSums, DirectKernel<T, 16>>();
-  }
-  return KernelOf<WindowSums, DirectKernel<T, sizeof(T)>>();
-}
-
 template <typename T>
 auto ColumnsOf(int unit, bool shifted) {
   if (shifted) return KernelOf<WindowSums, ColumnsKernel<T, 16, true>>();
@@ -65,41 +51,43 @@ auto WarpsOf(WindowSumKernel kernel) {
 }
 
 // A level of the tree after the other, then the sums.
-template <typename T>
-cudaError_t LaunchTree(const WindowSumPlan& plan, const Arrays& a, void* workspace,
+cudaError_t LaunchTree(const WindowSumPlan& plan, const Arrays& a, DType dtype, void* workspace,
                        cudaStream_t stream) {
-  using A = ComputeType<T>;
+  const DType sums = dtype == DType::kF64 ? DType::kF64 : DType::kF32;
   const int64_t* count = plan.tree.count;
-  A *from = nullptr, *to = static_cast<A*>(workspace);
+  const void* from = a.x;
+  char* to = static_cast<char*>(workspace);
   for (int level = 1; level <= plan.tree.levels; ++level) {
     const int64_t nodes = a.outer * count[level] * a.inner;
-    const LaunchConfig config = ConfigOf(WindowSumBlocks(nodes));
-    const cudaError_t error =
-        level == 1
-            ? Launch(KernelOf<WindowSums, TreeLevelKernel<T, A>>(), config, stream,
-                     reinterpret_cast<const T*>(a.x), to, a.outer, count[0], count[1], a.inner)
-            : Launch(KernelOf<WindowSums, TreeLevelKernel<A, A>>(), config, stream, from, to,
-                     a.outer, count[level - 1], count[level], a.inner);
+    const TreeLevel next = {from, to, a.outer, count[level - 1], count[level], a.inner};
+    const cudaError_t error = LaunchAnyType<WindowSums, kWindowSumThreads>(
+        level == 1 ? dtype : sums, WindowSumBlocks(nodes), stream, next);
     if (error != cudaSuccess) return error;
     from = to;
-    to += nodes;
+    to += nodes * static_cast<int64_t>(DTypeSize(sums));
   }
-  return Launch(KernelOf<WindowSums, TreeKernel<T>>(), ConfigOf(plan.blocks), stream, a, plan.tree,
-                workspace);
+  return LaunchAnyType<WindowSums, kWindowSumThreads>(dtype, plan.blocks, stream,
+                                                      Tree{a, plan.tree, workspace});
 }
 
 template <typename T>
 cudaError_t LaunchPlan(const WindowSumPlan& plan, const Arrays& a, void* workspace,
                        cudaStream_t stream) {
-  const LaunchConfig config = ConfigOf(plan.blocks, plan.shared);
+  const LaunchConfig config = Grid(plan.blocks, kWindowSumThreads, plan.shared);
   switch (plan.kernel) {
     case WindowSumKernel::kCopy:
       return cudaMemcpyAsync(a.y, a.x, static_cast<size_t>(a.outer * a.m * a.inner) * sizeof(T),
                              cudaMemcpyDeviceToDevice, stream);
     case WindowSumKernel::kDirect:
-      return Launch(DirectOf<T>(plan.unit), config, stream, a);
+      if constexpr (sizeof(T) < 8) {
+        if (plan.unit == 16) {
+          return Launch(KernelOf<WindowSums, DirectUnitsKernel<T>>(), config, stream, a);
+        }
+      }
+      return LaunchAnyType<WindowSums, kWindowSumThreads>(kDTypeOf<T>, plan.blocks, stream,
+                                                          Direct{a});
     case WindowSumKernel::kTree:
-      return LaunchTree<T>(plan, a, workspace, stream);
+      return LaunchTree(plan, a, kDTypeOf<T>, workspace, stream);
     case WindowSumKernel::kColumns:
     case WindowSumKernel::kColumnsShifted:
       if constexpr (sizeof(T) < 8) {

@@ -535,6 +535,35 @@ FASTOPS_INLINE void OverAlignedBlocks(const void* p, int64_t n, const F& f) {
   OverBlocks<E::kBlock>(i, n, f);
 }
 
+// Over a row whose results are written to p. With kStream, whole blocks are aligned.
+template <typename E, bool kStream, typename F>
+FASTOPS_INLINE void OverRow(const void* p, int64_t n, const F& f) {
+  if constexpr (kStream) {
+    OverAlignedBlocks<E>(p, n, f);
+  } else {
+    OverBlocks<E::kBlock>(0, n, f);
+  }
+}
+
+// Sums over a row: f(extent, i, count, sums) adds a block. They are first computed per segment of
+// kSegment blocks, and then added up: the rounding error grows with the number of successive
+// additions. The lanes, which add up separately, reduce it further.
+template <int64_t kSegment, typename A, int kCount, typename F>
+FASTOPS_INLINE void SumRow(int64_t n, Pair<A> (&totals)[kCount], const F& f) {
+  constexpr int kBlock = 2 * A::kLanes;
+  for (Pair<A>& total : totals) total = SetPair<A>(0);
+  for (int64_t begin = 0; begin < n;) {
+    const int64_t end = n - begin > kSegment * kBlock ? begin + kSegment * kBlock : n;
+    Pair<A> sums[kCount];
+    for (Pair<A>& sum : sums) sum = SetPair<A>(0);
+    OverBlocks<kBlock>(begin, end, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+      f(extent, i, count, sums);
+    });
+    for (int k = 0; k < kCount; ++k) totals[k] = Add(totals[k], sums[k]);
+    begin = end;
+  }
+}
+
 }  // namespace
 }  // namespace jax_fastops::cpu::FASTOPS_ISA
 

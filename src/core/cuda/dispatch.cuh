@@ -5,8 +5,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstdint>
 #include <type_traits>
 
+#include "core/cuda/launch.h"
 #include "core/dtype.h"
 
 namespace jax_fastops::cuda {
@@ -40,6 +42,37 @@ auto ForDType(DType dtype, const Visit& visit) {
     default:
       return visit(TypeTag<double>());
   }
+}
+
+// For calls that are rare: work.Run<T>(), by one kernel for float64, which takes the most
+// registers, and one for all other types.
+template <typename Work, int kThreads, bool kDouble>
+__global__ void __launch_bounds__(kThreads)
+    AnyTypeKernel(DType dtype, const __grid_constant__ Work work) {
+  if constexpr (kDouble) {
+    work.template Run<double>();
+  } else if (dtype == DType::kF32) {
+    work.template Run<float>();
+  } else if (dtype == DType::kBF16) {
+    work.template Run<__nv_bfloat16>();
+  } else {
+    work.template Run<__half>();
+  }
+}
+
+template <typename Family, int kThreads, typename Work>
+cudaError_t LaunchAnyType(DType dtype, const LaunchConfig& config, cudaStream_t stream,
+                          const Work& work) {
+  const auto kernel = dtype == DType::kF64
+                          ? KernelOf<Family, AnyTypeKernel<Work, kThreads, true>>()
+                          : KernelOf<Family, AnyTypeKernel<Work, kThreads, false>>();
+  return Launch(kernel, config, stream, dtype, work);
+}
+
+// In blocks of kThreads threads.
+template <typename Family, int kThreads, typename Work>
+cudaError_t LaunchAnyType(DType dtype, int64_t blocks, cudaStream_t stream, const Work& work) {
+  return LaunchAnyType<Family, kThreads>(dtype, Grid(blocks, kThreads), stream, work);
 }
 
 }  // namespace jax_fastops::cuda

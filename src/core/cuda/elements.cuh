@@ -319,8 +319,7 @@ inline constexpr int kElementsWords = kAccess == Access::kElements          ? 8
                                                                             : F::kWords;
 
 template <typename F, typename T, Access kAccess, int kSet, bool kWide>
-__global__ void __launch_bounds__(kElementsThreads)
-    ElementsKernel(const __grid_constant__ ElementsParams<F> p) {
+__device__ __forceinline__ void ElementsLoop(const ElementsParams<F>& p) {
   using C = ComputeType<T>;
   constexpr bool kRagged = kAccess == Access::kRagged;
   constexpr int kBytes = kAccess == Access::kElements ? sizeof(T) : 16;
@@ -433,6 +432,22 @@ __global__ void __launch_bounds__(kElementsThreads)
   }
 }
 
+template <typename F, typename T, Access kAccess, int kSet, bool kWide>
+__global__ void __launch_bounds__(kElementsThreads)
+    ElementsKernel(const __grid_constant__ ElementsParams<F> p) {
+  ElementsLoop<F, T, kAccess, kSet, kWide>(p);
+}
+
+template <typename F>
+struct SingleElements {
+  ElementsParams<F> p;
+
+  template <typename T>
+  __device__ __forceinline__ void Run() const {
+    ElementsLoop<F, T, Access::kElements, kAnySet, F::kMayBeWide && sizeof(T) == 2>(p);
+  }
+};
+
 // A kernel for a set, and the words of its threads.
 template <typename F>
 struct ElementsChoice {
@@ -453,19 +468,17 @@ ElementsChoice<F> ElementsKernelOf(int set, std::integer_sequence<int, kSets...>
   return choice;
 }
 
-// `*access` becomes one that has a kernel.
+// No kernel for single elements, or for sets without a kernel.
 template <typename F, typename T, bool kWide>
-ElementsChoice<F> ChooseElements(Access* access, int set) {
+ElementsChoice<F> ChooseElements(Access access, int set) {
   if constexpr (sizeof(T) < 8) {
     const auto rows = ElementsKernelOf<F, T, Access::kRows, kWide>(set, typename F::RowSets());
     const auto ragged =
         ElementsKernelOf<F, T, Access::kRagged, kWide>(set, typename F::RaggedSets());
-    if (*access == Access::kRows && rows.kernel != nullptr) return rows;
-    if (*access == Access::kRagged && ragged.kernel != nullptr) return ragged;
+    if (access == Access::kRows) return rows;
+    if (access == Access::kRagged) return ragged;
   }
-  *access = Access::kElements;
-  return ElementsKernelOf<F, T, Access::kElements, kWide>(set,
-                                                          std::integer_sequence<int, kAnySet>());
+  return {};
 }
 
 template <typename F, typename T>
@@ -530,9 +543,13 @@ cudaError_t LaunchElements(const F& f, const BroadcastShape& given, const Operan
   ElementsChoice<F> choice;
   if constexpr (F::kMayBeWide && sizeof(T) < sizeof(C)) {
     choice =
-        wide ? ChooseElements<F, T, true>(&access, set) : ChooseElements<F, T, false>(&access, set);
+        wide ? ChooseElements<F, T, true>(access, set) : ChooseElements<F, T, false>(access, set);
   } else {
-    choice = ChooseElements<F, T, false>(&access, set);
+    choice = ChooseElements<F, T, false>(access, set);
+  }
+  if (choice.kernel == nullptr) {
+    access = Access::kElements;
+    choice.words = kElementsWords<F, T, Access::kElements, false>;
   }
   const int size = access == Access::kElements ? 1 : kSize;
   for (int d = 0; d < p.rank; ++d) {
@@ -541,9 +558,11 @@ cudaError_t LaunchElements(const F& f, const BroadcastShape& given, const Operan
     p.length[d] = FastDivisor(static_cast<uint32_t>(length));
   }
   const int64_t blocks = CeilDiv(shape.elements(), kElementsThreads * choice.words * size);
-  return Launch(choice.kernel,
-                {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kElementsThreads)},
-                stream, p);
+  if (choice.kernel == nullptr) {
+    return LaunchAnyType<typename F::Family, kElementsThreads>(kDTypeOf<T>, blocks, stream,
+                                                               SingleElements<F>{p});
+  }
+  return Launch(choice.kernel, Grid(blocks, kElementsThreads), stream, p);
 }
 
 // Arrays of `shape`: the inputs.

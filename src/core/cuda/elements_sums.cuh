@@ -160,7 +160,8 @@ class SumsLauncher {
     F::Needed(wanted, needed);
     Choice choice;
     if (!words) {
-      choice = Of<kAnyClasses>(false);
+      choice.rows = SumsTraits<F, T, kAnyClasses>::kRows;
+      choice.blocks = SumsTraits<F, T, kAnyClasses>::kBlocks;
     } else if constexpr (sizeof(T) < 8) {
       if (total >= int64_t{1} << 31) return cudaSuccess;
       uintptr_t address = reinterpret_cast<uintptr_t>(dy);
@@ -260,10 +261,10 @@ class SumsLauncher {
     if constexpr (F::kSymmetric) {
       if (choice.swapped) Swap(&p);
     }
-    error = cuda::Launch(choice.kernel,
-                         {.grid = dim3(static_cast<unsigned>(plan.blocks())),
-                          .block = dim3(static_cast<unsigned>(plan.threads))},
-                         stream, p);
+    const LaunchConfig config = Grid(plan.blocks(), plan.threads);
+    error = words ? cuda::Launch(choice.kernel, config, stream, p)
+                  : LaunchAnyType<typename F::Family, kSumsThreads>(kDTypeOf<T>, config, stream,
+                                                                    SumsOfAnyClasses<F>{p});
     return error == cudaSuccess ? unfinished.Launch(kDTypeOf<T>, stream) : error;
   }
 

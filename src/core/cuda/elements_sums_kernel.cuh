@@ -18,7 +18,7 @@
 // that all blocks read nearby memory at a time. Sums that a block cannot finish become partial sums
 // for the second kernel (core/cuda/gradient_sums.cu). Without atomics, two runs are bitwise equal.
 //
-// One kernel per functor and element type looks all classes up at run time and accesses single
+// SumsOfAnyClasses looks all classes up at run time and accesses single
 // elements with 64-bit offsets: for addresses that are not aligned, rows shorter than a word,
 // arrays of 2^31 elements, float64, and sets of classes without a kernel.
 //
@@ -71,8 +71,7 @@ __device__ __forceinline__ void UnpackWord(const Word<kBytes>& bits,
 }
 
 template <typename F, typename T, int kSet>
-__global__ __launch_bounds__(kSumsThreads, (SumsTraits<F, T, kSet>::kBlocks)) void SumsKernel(
-    const __grid_constant__ SumsParams<F> p) {
+__device__ __forceinline__ void SumsLoop(const SumsParams<F>& p) {
   using C = ComputeType<T>;
   using Traits = SumsTraits<F, T, kSet>;
   using Offset = typename Traits::Offset;
@@ -417,6 +416,22 @@ __global__ __launch_bounds__(kSumsThreads, (SumsTraits<F, T, kSet>::kBlocks)) vo
     }
   }
 }
+
+template <typename F, typename T, int kSet>
+__global__ __launch_bounds__(kSumsThreads, (SumsTraits<F, T, kSet>::kBlocks)) void SumsKernel(
+    const __grid_constant__ SumsParams<F> p) {
+  SumsLoop<F, T, kSet>(p);
+}
+
+template <typename F>
+struct SumsOfAnyClasses {
+  SumsParams<F> p;
+
+  template <typename T>
+  __device__ __forceinline__ void Run() const {
+    SumsLoop<F, T, kAnyClasses>(p);
+  }
+};
 
 }  // namespace jax_fastops::cuda
 

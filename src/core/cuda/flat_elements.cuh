@@ -33,8 +33,7 @@ struct FlatParams {
 
 // Every array is full, or pitched (F::kPitched).
 template <typename F, typename T, int kBytes>
-__global__ void __launch_bounds__(kElementsThreads)
-    FlatKernel(const __grid_constant__ FlatParams<F> p) {
+__device__ __forceinline__ void FlatLoop(const FlatParams<F>& p) {
   using C = ComputeType<T>;
   using Word = Vec<T, kBytes>;
   constexpr int kIn = F::kIn, kOut = F::kOut, kSize = Word::kSize;
@@ -83,6 +82,23 @@ __global__ void __launch_bounds__(kElementsThreads)
   });
 }
 
+template <typename F, typename T>
+__global__ void __launch_bounds__(kElementsThreads)
+    FlatKernel(const __grid_constant__ FlatParams<F> p) {
+  FlatLoop<F, T, 16>(p);
+}
+
+// Single elements.
+template <typename F>
+struct FlatElements {
+  FlatParams<F> p;
+
+  template <typename T>
+  __device__ __forceinline__ void Run() const {
+    FlatLoop<F, T, sizeof(T)>(p);
+  }
+};
+
 // A launch has at most this many elements, so that 32 bits hold every index.
 inline constexpr int64_t kMaxElements = int64_t{1} << 30;
 
@@ -110,16 +126,17 @@ cudaError_t PitchedElements(const F& f, int64_t rows, int64_t n, int64_t pitch, 
   p.row = FastDivisor(static_cast<uint32_t>(line / unit));
   p.gap = line_pitch - line;
   return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
-    auto kernel = KernelOf<typename F::Family, FlatKernel<F, T, sizeof(T)>>();
-    if constexpr (sizeof(T) < 8) {
-      if (aligned) kernel = KernelOf<typename F::Family, FlatKernel<F, T, 16>>();
-    }
+    using Family = typename F::Family;
     for (int64_t begin = 0; begin < lines; begin += step) {
       p.units = static_cast<uint32_t>(std::min(step, lines - begin) * (line / unit));
       const int64_t blocks = CeilDiv(p.units, kElementsThreads * (aligned ? F::kWords : 8));
-      const cudaError_t error = Launch(
-          kernel, {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kElementsThreads)},
-          stream, p);
+      cudaError_t error;
+      if (!aligned) {
+        error = LaunchAnyType<Family, kElementsThreads>(dtype, blocks, stream, FlatElements<F>{p});
+      } else if constexpr (sizeof(T) < 8) {
+        error =
+            Launch(KernelOf<Family, FlatKernel<F, T>>(), Grid(blocks, kElementsThreads), stream, p);
+      }
       if (error != cudaSuccess) return error;
       const auto advance = [&](auto*& array, int index) {
         if (array == nullptr) return;

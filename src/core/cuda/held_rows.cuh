@@ -42,7 +42,6 @@
 #ifndef JAX_FASTOPS_CORE_CUDA_HELD_ROWS_CUH_
 #define JAX_FASTOPS_CORE_CUDA_HELD_ROWS_CUH_
 
-#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -267,7 +266,6 @@ cudaError_t LaunchHeldRows(const HeldPlan& plan, const HeldRows& rows,
                            const typename Functor<T>::Params& params, void* partials,
                            cudaStream_t stream) {
   using F = Functor<T>;
-  if (plan.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   const uintptr_t apart =
       reinterpret_cast<uintptr_t>(rows.out) - reinterpret_cast<uintptr_t>(rows.in[0]);
   const bool streamed = plan.holder == RowHolder::kStreamed, twice = streamed && !plan.one_launch;
@@ -279,10 +277,8 @@ cudaError_t LaunchHeldRows(const HeldPlan& plan, const HeldRows& rows,
                              .stage = twice ? RowStage::kReduce : RowStage::kAll,
                              .partials = partials};
   const bool cluster = plan.holder == RowHolder::kShared || (streamed && !twice);
-  const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(plan.blocks)),
-                               .block = dim3(static_cast<unsigned>(plan.threads)),
-                               .shared = static_cast<size_t>(plan.shared_bytes),
-                               .cluster = cluster ? plan.blocks_of_row : 1};
+  const LaunchConfig config =
+      Grid(plan.blocks, plan.threads, plan.shared_bytes, cluster ? plan.blocks_of_row : 1);
   const auto run = [&](auto kernel) {
     return LaunchStages(kernel, config, stream, rows, launch, params);
   };
@@ -312,25 +308,11 @@ cudaError_t LaunchHeldRows(const HeldPlan& plan, const HeldRows& rows,
 template <typename Family>
 __global__ void __launch_bounds__(kMaxSharedThreads) HeldProbeKernel() {}
 
-// Sets `*limits` to what plans need to know of the current device, and loads the family's kernels.
+// Also loads the family's kernels.
 template <typename Family>
 cudaError_t GetHeldLimits(HeldLimits* limits) {
-  static PerDevice<HeldLimits> known;
-  return known.Get(limits, [](HeldLimits* found) {
-    Device device;
-    cudaError_t error = CurrentDevice(&device);
-    if (error == cudaSuccess) error = LoadKernels<Family>();
-    if (error != cudaSuccess) return error;
-    found->processors = device.processors;
-    // Without the static shared memory of the kernels, and the system's part.
-    found->shared_bytes = device.shared_per_block - 2048;
-    const auto kernel = reinterpret_cast<const void*>(KernelOf<Family, HeldProbeKernel<Family>>());
-    const int shared = std::min(found->shared_bytes, kMaxSharedBytes);
-    found->max_cluster = LargestCluster(
-        kernel, {.block = dim3(kMaxSharedThreads), .shared = static_cast<size_t>(shared)},
-        kMaxHeldCluster);
-    return cudaSuccess;
-  });
+  return GetLimits<Family, HeldProbeKernel<Family>>(kMaxSharedThreads, kMaxSharedBytes,
+                                                    kMaxHeldCluster, limits);
 }
 
 }  // namespace jax_fastops::cuda

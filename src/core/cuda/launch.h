@@ -14,6 +14,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <type_traits>
 
 namespace jax_fastops::cuda {
@@ -146,6 +147,14 @@ struct LaunchConfig {
   // call AwaitPredecessors before they access memory. Ignored if the device does not offer it.
   bool dependent = false;
 };
+
+// A grid along x. A launch of more blocks than it may have fails.
+inline LaunchConfig Grid(int64_t blocks, int threads, int64_t shared = 0, int cluster = 1) {
+  return {.grid = dim3(blocks > 0x7fffffff ? 0 : static_cast<unsigned>(blocks)),
+          .block = dim3(static_cast<unsigned>(threads)),
+          .shared = static_cast<size_t>(shared),
+          .cluster = cluster};
+}
 
 namespace internal {
 cudaError_t Launch(const void* kernel, const LaunchConfig& config, cudaStream_t stream,

@@ -207,16 +207,17 @@ __device__ __forceinline__ void ForEachReluTile(int64_t size, const TileFn& tile
   }
 }
 
-// Launches a kernel with tiles of `tile` elements; 0: only chunks.
+// Blocks with tiles of `tile` elements; 0: only chunks.
+inline int64_t ReluBlocks(int64_t size, int64_t tile) {
+  const int64_t tiles = tile == 0 ? 0 : size / tile;
+  const int64_t warps = tiles + CeilDiv(size - tiles * tile, kReluChunk);
+  return CeilDiv(warps, kReluThreads / kWarpSize);
+}
+
 template <typename Params>
 cudaError_t LaunchRelu(void (*kernel)(Params), int64_t size, int64_t tile, const Params& params,
                        cudaStream_t stream) {
-  const int64_t tiles = tile == 0 ? 0 : size / tile;
-  const int64_t warps = tiles + CeilDiv(size - tiles * tile, kReluChunk);
-  const int64_t blocks = CeilDiv(warps, kReluThreads / kWarpSize);
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  return Launch(kernel, {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kReluThreads)},
-                stream, params);
+  return Launch(kernel, Grid(ReluBlocks(size, tile), kReluThreads), stream, params);
 }
 
 }  // namespace jax_fastops::cuda

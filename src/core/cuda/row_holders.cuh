@@ -9,6 +9,7 @@
 #ifndef JAX_FASTOPS_CORE_CUDA_ROW_HOLDERS_CUH_
 #define JAX_FASTOPS_CORE_CUDA_ROW_HOLDERS_CUH_
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -478,6 +479,29 @@ cudaError_t LaunchStages(void (*kernel)(Arrays, L, Params), const LaunchConfig& 
   if (error != cudaSuccess || launch.stage != RowStage::kReduce) return error;
   launch.stage = RowStage::kWrite;
   return Launch(kernel, config, stream, arrays, launch, params);
+}
+
+// Sets `*limits` to what plans need to know of the current device, and loads the family's kernels.
+// The largest cluster is that of blocks of `threads` threads of this kernel, with up to `shared`
+// bytes of shared memory.
+template <typename Family, auto kKernel>
+cudaError_t GetLimits(int threads, int shared, int max_cluster, HeldLimits* limits) {
+  static PerDevice<HeldLimits> known;
+  return known.Get(limits, [&](HeldLimits* found) {
+    Device device;
+    cudaError_t error = CurrentDevice(&device);
+    if (error == cudaSuccess) error = LoadKernels<Family>();
+    if (error != cudaSuccess) return error;
+    found->processors = device.processors;
+    // Without the static shared memory of the kernels, and the system's part.
+    found->shared_bytes = device.shared_per_block - 2048;
+    const LaunchConfig config = {
+        .block = dim3(static_cast<unsigned>(threads)),
+        .shared = static_cast<size_t>(std::min(found->shared_bytes, shared))};
+    const auto kernel = reinterpret_cast<const void*>(KernelOf<Family, kKernel>());
+    found->max_cluster = LargestCluster(kernel, config, max_cluster);
+    return cudaSuccess;
+  });
 }
 
 }  // namespace jax_fastops::cuda

@@ -39,10 +39,10 @@
 
 #include <cstdint>
 
-#include "core/cuda/async_copy.cuh"
 #include "core/cuda/divide.cuh"
 #include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
+#include "core/cuda/row_holders.cuh"
 #include "core/cuda/vec.cuh"
 #include "core/plan_rows.h"
 
@@ -240,29 +240,13 @@ __global__ void __launch_bounds__(kShortRowThreads)
                     const __grid_constant__ typename Functor<T>::Params params) {
   using A = ComputeType<T>;
   using F = Functor<T>;
-  constexpr int kSize = 16 / sizeof(T);
   extern __shared__ uint4 words[];
 
   const int n = rows.n, lanes = 1 << launch.log_lanes, lane = threadIdx.x & (lanes - 1);
   const int64_t first_row = int64_t{blockIdx.x} * launch.rows;
   const int count = static_cast<int>(min(int64_t{launch.rows}, rows.count - first_row)) * n;
-  const T* const x = static_cast<const T*>(rows.in) + first_row * n;
-  T* const y = static_cast<T*>(rows.out) + first_row * n;
-  // Element i of the block's rows is held[i], and a word of the array is a word of the copy.
-  const int before = static_cast<int>(reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T));
-  T* const held = reinterpret_cast<T*>(words) + before;
-  const auto for_words = [&](const auto& whole, const auto& single) {
-    for (int i = static_cast<int>(threadIdx.x) * kSize - before; i < count;
-         i += kShortRowThreads * kSize) {
-      if (i >= 0 && i + kSize <= count) {
-        whole(i);
-      } else {
-#pragma unroll 1
-        for (int k = max(i, 0); k < min(i + kSize, count); ++k) single(k);
-      }
-    }
-  };
-  for_words([&](int i) { CopyAsync<16, true>(held + i, x + i); }, [&](int i) { held[i] = x[i]; });
+  const RowsInShared<T> held(rows.in, first_row * n, count, words);
+  held.Read();
   AwaitAllCopies();
   __syncthreads();
   const int groups = kShortRowThreads >> launch.log_lanes;
@@ -273,7 +257,7 @@ __global__ void __launch_bounds__(kShortRowThreads)
     const bool exists = here < launch.rows && row < rows.count;
     F functor;
     const bool read = exists && functor.Begin(params, rows, row, lane == 0);
-    T* const elements = held + here * n;
+    T* const elements = held.copy + here * n;
     if constexpr (F::kReduced > 0) {
       functor.Add(params, ElementChunk<T>{elements, lane, lanes, read ? n : 0, n, 0});
       GroupOf<F> group{nullptr, lanes};
@@ -287,28 +271,17 @@ __global__ void __launch_bounds__(kShortRowThreads)
   }
   if constexpr (!F::kWrites) return;
   __syncthreads();
-  if (launch.words) {
-    for_words(
-        [&](int i) { *reinterpret_cast<uint4*>(y + i) = *reinterpret_cast<uint4*>(held + i); },
-        [&](int i) { y[i] = held[i]; });
-  } else {
-    for (int i = threadIdx.x; i < count; i += kShortRowThreads) y[i] = held[i];
-  }
+  held.Write(static_cast<T*>(rows.out) + first_row * n, launch.words);
 }
 
 // -------------------------------------------------------------------------------------------------
 // Launches
 
-struct RowsLimits {
-  int processors;
-  int max_cluster;
-};
-
 // Calls the kernels of one functor on rows of T, of a family that lists them (KernelOf).
 template <typename Family, template <typename> typename Functor, typename T>
 cudaError_t LaunchRows(const RowsPlan& plan, const Rows& rows,
                        const typename Functor<T>::Params& params, cudaStream_t stream) {
-  if (plan.blocks > 0x7fffffff || rows.n < 0) return cudaErrorInvalidConfiguration;
+  if (rows.n < 0) return cudaErrorInvalidConfiguration;
   using F = Functor<T>;
   const uintptr_t apart =
       reinterpret_cast<uintptr_t>(rows.out) - reinterpret_cast<uintptr_t>(rows.in);
@@ -319,8 +292,7 @@ cudaError_t LaunchRows(const RowsPlan& plan, const Rows& rows,
                  rows.n * sizeof(T) % 16 != 0;
   launch.blocks = FastDivisor(static_cast<uint32_t>(plan.blocks_of_row));
   launch.rows = plan.rows_of_block;
-  LaunchConfig config = {.grid = dim3(static_cast<unsigned>(plan.blocks)),
-                         .block = dim3(static_cast<unsigned>(plan.threads))};
+  LaunchConfig config = Grid(plan.blocks, plan.threads);
   if constexpr (MayBeShort(F::kReduced > 0, sizeof(T))) {
     if (plan.is_short) {
       config.shared = static_cast<size_t>(plan.rows_of_block) * rows.n * sizeof(T) + 32;
@@ -333,21 +305,11 @@ cudaError_t LaunchRows(const RowsPlan& plan, const Rows& rows,
                 params);
 }
 
-// Sets `*limits` to what plans need to know of the current device, and loads the family's kernels.
+// Also loads the family's kernels.
 template <typename Family, template <typename> typename Functor>
-cudaError_t GetRowsLimits(RowsLimits* limits) {
-  static PerDevice<RowsLimits> known;
-  return known.Get(limits, [](RowsLimits* found) {
-    Device device;
-    cudaError_t error = CurrentDevice(&device);
-    if (error == cudaSuccess) error = LoadKernels<Family>();
-    if (error != cudaSuccess) return error;
-    const auto kernel =
-        reinterpret_cast<const void*>(KernelOf<Family, RowsKernel<Functor, float, kRowWords>>());
-    found->processors = device.processors;
-    found->max_cluster = LargestCluster(kernel, {.block = dim3(kMaxRowThreads)}, kMaxRowCluster);
-    return cudaSuccess;
-  });
+cudaError_t GetRowsLimits(HeldLimits* limits) {
+  return GetLimits<Family, RowsKernel<Functor, float, kRowWords>>(kMaxRowThreads, 0, kMaxRowCluster,
+                                                                  limits);
 }
 
 }  // namespace jax_fastops::cuda
