@@ -14,7 +14,7 @@ from benchmarks.cases import fo
 from benchmarks.numbers import CPU, H100, H200, families, load, main_phase, title
 from benchmarks.others import PACKAGES, WORKLOADS
 from benchmarks.profile import runs_kernels
-from benchmarks.report import headline
+from benchmarks.report import headline, short
 from benchmarks.tables import (
     MOVES,
     by_case,
@@ -81,7 +81,9 @@ def write(folder: Path) -> None:
     parts["fusing"] = f"{headline(load(f'fusing-{H100}'))}.\n\n{fused_table(numbers.fused())}"
     parts["others"] = _others()
     remat = load(f"remat-{CPU}")
-    parts["remat"] = f"{headline(remat)}.\n\n{remat_table(remat)}"
+    versions = remat["versions"]
+    compiled = f"Compiled for a CPU by jax {versions['jax']}, at {short(versions['commit'])}"
+    parts["remat"] = f"{compiled}.\n\n{remat_table(remat)}"
     parts["one-line"] = one_line_table(numbers.one_line())
     for name, (of_rows, question) in GUIDES.items():
         found = [load(file) for file in _measured(name)]
