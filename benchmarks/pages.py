@@ -14,7 +14,7 @@ from benchmarks.cases import fo
 from benchmarks.numbers import CPU, H100, H200, families, load, main_phase, title
 from benchmarks.others import PACKAGES, WORKLOADS
 from benchmarks.profile import runs_kernels
-from benchmarks.report import headline
+from benchmarks.report import headline, short
 from benchmarks.tables import (
     MOVES,
     by_case,
@@ -25,6 +25,8 @@ from benchmarks.tables import (
     others_summary,
     others_table,
     packing_table,
+    remat_table,
+    several_table,
     table,
 )
 
@@ -39,6 +41,11 @@ GUIDES = {
         job_table,
         "The table has the time of a token of a Llama-type model with 8 layers, 2048 wide"
         " (`python -m benchmarks decoding`).",
+    ),
+    "several-2": (
+        several_table,
+        "The table has whole training steps (`python -m benchmarks several`). Of two GPUs with data"
+        " parallelism, each has the batch of one. A loop's collectives count once.",
     ),
     "packing": (
         packing_table,
@@ -73,6 +80,10 @@ def write(folder: Path) -> None:
         parts[name] = f"{headline(results)}.\n\n{job_table(results)}"
     parts["fusing"] = f"{headline(load(f'fusing-{H100}'))}.\n\n{fused_table(numbers.fused())}"
     parts["others"] = _others()
+    remat = load(f"remat-{CPU}")
+    versions = remat["versions"]
+    compiled = f"Compiled for a CPU by jax {versions['jax']}, at {short(versions['commit'])}"
+    parts["remat"] = f"{compiled}.\n\n{remat_table(remat)}"
     parts["one-line"] = one_line_table(numbers.one_line())
     for name, (of_rows, question) in GUIDES.items():
         found = [load(file) for file in _measured(name)]

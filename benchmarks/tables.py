@@ -295,6 +295,51 @@ def scaling_table(results: dict) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
+def several_table(results: dict) -> str:
+    """A row per layout of a step over several GPUs, and its throughput in multiples of one's."""
+    names = {"bert": "BERT-base", "decoder": "decoder"}
+    count, rows = results["devices"], []
+    titles = {
+        "one": "one GPU",
+        "data": f"{count} GPUs, data parallel",
+        "zero": f"{count} GPUs, data parallel, ZeRO-1",
+        "stage": f"{count} stages, {results['micro_batches']} micro-batches",
+    }
+    measured = [row for row in results["rows"] if "ms" in row]
+    one = {row["model"]: row["ms"] for row in measured if row["layout"] == "one"}
+    for row in measured:
+        batches = count if row["layout"] in ("data", "zero") else 1
+        base, moved = one.get(row["model"]), row.get("collectives", {})
+        rows.append(
+            [
+                names[row["model"]],
+                titles[row["layout"]],
+                f"{row['ms']:.2f} ms",
+                f"{batches * base / row['ms']:.2f}x" if base else "-",
+                *(f"{row[key] / 1e9:.1f}" for key in ("temp_bytes", "state_bytes")),
+                ", ".join(f"{n['count']} {kind}" for kind, n in moved.items()) or "-",
+            ]
+        )
+    header = ["step", "layout", "time", "throughput", "temporary memory, GB", "state, GB"]
+    return markdown([*header, "collectives in the program"], rows)
+
+
+def remat_table(results: dict) -> str:
+    """A row per model and number of layers: temporary GB by the size of recomputed groups."""
+    found: dict[tuple, dict] = {}
+    for row in results["rows"]:
+        case = found.setdefault((row["model"], row["layers"]), {})
+        case[row["every"], row["remat"]] = f"{row['temp_bytes'] / 1e9:.1f}"
+    sizes = sorted({every for case in found.values() for every, _ in case if every})
+    rows = []
+    for (model, layers), case in found.items():
+        for remat in (False, True):
+            cells = [case.get((every, remat), "-") for every in (None, *sizes)]
+            rows.append([model, str(layers), "yes" if remat else "no", *cells])
+    header = ["model", "layers", "`remat`", "no `remat_every`", *(f"k = {k}" for k in sizes)]
+    return markdown(header, rows)
+
+
 def steps_table(results: dict) -> tuple[list[str], list[list[str]]]:
     """A row per implementation of a training step: times, temporary memory, launches."""
     names = {"ours": "jax_fastops", "plain": "plain JAX", "without": "no batch norm"}

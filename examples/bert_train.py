@@ -13,7 +13,7 @@ import dataclasses
 import sys
 
 import jax
-from jax_fastops.models import bert
+from jax_fastops.models import bert, pipeline
 
 import loop
 import masked_text
@@ -45,10 +45,15 @@ def init(key: jax.Array, config: bert.Config) -> dict:
     return params
 
 
-def loss(params, batch: masked_text.Batch, key, config: bert.Config, ops: bert.Ops) -> jax.Array:
-    ids = batch.segment_ids
-    hidden, _ = bert.apply(params, batch.tokens, config, segment_ids=ids, key=key, ops=ops)
-    return bert.masked_lm_loss(params, hidden, batch.targets, config, where=batch.chosen, ops=ops)
+def loss(
+    params, batch: masked_text.Batch, key, config: bert.Config, ops: bert.Ops, **staged
+) -> jax.Array:
+    apply, head = bert.apply, bert.masked_lm_loss
+    if staged:
+        apply, head = pipeline.bert_apply, pipeline.bert_masked_lm_loss
+    given = dict(segment_ids=batch.segment_ids, key=key, ops=ops, **staged)
+    hidden, _ = apply(params, batch.tokens, config, **given)
+    return head(params, hidden, batch.targets, config, where=batch.chosen, ops=ops)
 
 
 EXAMPLE = training.Example(
@@ -62,6 +67,7 @@ EXAMPLE = training.Example(
     init=init,
     batch=masked_text.batch,
     loss=loss,
+    heads={"mlm": True},
     add_options=add_options,
     fixed=("dropout", "attention"),  # only softmax has dropout of attention weights
 )

@@ -13,7 +13,7 @@ import dataclasses
 import sys
 
 import jax
-from jax_fastops.models import decoder
+from jax_fastops.models import decoder, pipeline
 
 import masked_text
 import training
@@ -31,10 +31,11 @@ def config(size: decoder.Config, options: argparse.Namespace) -> decoder.Config:
 
 
 def loss(
-    params, rows: masked_text.Rows, key, config: decoder.Config, ops: decoder.Ops
+    params, rows: masked_text.Rows, key, config: decoder.Config, ops: decoder.Ops, **staged
 ) -> jax.Array:
     del key  # there is no dropout
-    return decoder.loss(params, rows.tokens, config, segment_ids=rows.segment_ids, ops=ops)
+    mean = pipeline.decoder_loss if staged else decoder.loss
+    return mean(params, rows.tokens, config, segment_ids=rows.segment_ids, ops=ops, **staged)
 
 
 EXAMPLE = training.Example(

@@ -3,9 +3,12 @@
 The text is that of ``--text``, by default the texts in scikit-learn.
 
 **Devices.** A mesh of all devices has one axis, ``"data"``. Parameters are replicated, a batch is
-sharded, and the only communication is the all-reduce of gradients and of the loss. The axis type is
-Auto, although ``jax.make_mesh`` defaults to Explicit since jax 0.9: the models set no shardings, so
-the compiler derives them. To try it without GPUs::
+sharded, and the only communication is the all-reduce of gradients and of the loss. With ``--zero``,
+each device keeps a part of the parameters and of the optimizer's state, gathers the parameters for
+a step, and updates its part (``jax_fastops.models.zero``). The axis type is Auto, although
+``jax.make_mesh`` defaults to Explicit since jax 0.9: the models set no shardings, so the compiler
+derives them. With ``--stages N``, the mesh has a second axis: the layers are in N stages, and a
+batch is cut into micro-batches (``jax_fastops.models.pipeline``). To try it without GPUs::
 
     export JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
 
@@ -32,6 +35,7 @@ versions, and number and kind of devices and processes are the same, and on GPUs
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -47,6 +51,7 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax_fastops.models import pipeline, zero
 from rich.console import Console
 
 import loop
@@ -56,7 +61,7 @@ WEIGHT_DECAY, LARGEST_NORM = 0.01, 1.0  # of matrices; of all gradients together
 EVALUATED = 4  # batches
 # The options that the losses depend on. A run that resumes from a checkpoint must have the same.
 # Dtype and ops change losses only by rounding.
-FIXED = ("config", "batch", "length", "rate", "warm_up", "seed")
+FIXED = ("config", "batch", "length", "rate", "warm_up", "seed", "stages", "micro_batches")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +79,9 @@ class Example:
       init: maps a key and a configuration to parameters.
       batch: maps texts, the number of rows, their length and a generator to NumPy arrays, whose
         first axis is that of the rows.
-      loss: maps parameters, a batch, a key, the configuration and ops to a scalar.
+      loss: maps parameters, a batch, a key, the configuration and ops to a scalar; with
+        ``micro_batches``, in the stages of the mesh.
+      heads: what ``partition_specs`` gets of the parameters that ``init`` makes.
       add_options: adds further options, by the ``add_argument`` that it gets.
       fixed: the names of those options that the losses depend on, in addition to ``FIXED``.
     """
@@ -89,6 +96,7 @@ class Example:
     init: Callable
     batch: Callable
     loss: Callable
+    heads: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     add_options: Callable = lambda add: None
     fixed: Sequence[str] = ()
 
@@ -98,7 +106,7 @@ def main(example: Example, argv: Sequence[str] | None = None) -> int:
     check_equal(options)
     quiet = jax.process_index() > 0
     console = Console(quiet=quiet, markup=False, emoji=False)  # paths are printed as they are
-    mesh = data_mesh()
+    mesh = data_mesh(options.stages)
     texts = options.texts
     console.print(
         f"{options.config} {example.name} in {options.dtype}, {options.ops} ops, "
@@ -147,6 +155,10 @@ def parse(example: Example, argv: Sequence[str] | None) -> argparse.Namespace:
     add("--ops", choices=example.ops, default="fastops", help="the kernels, or plain JAX")
     add("--rate", type=loop.above_zero, metavar="R", help="of learning (default: by size)")
     add("--warm-up", type=loop.positive, default=50, metavar="N", help="steps to it (default: 50)")
+    add("--zero", action="store_true", help="a part of the state on each device (ZeRO-1)")
+    add("--stages", type=loop.positive, metavar="N", help="of layers, on devices of their own")
+    about = "micro-batches of a batch (default: 4 for each stage)"
+    add("--micro-batches", type=loop.positive, metavar="N", help=about)
     add("--coordinator", metavar="HOST:PORT", help="the address of process 0, or auto")
     add("--processes", type=loop.positive, metavar="N", help="in all")
     add("--process", type=int, metavar="I", help="the number of this one, from 0")
@@ -165,6 +177,10 @@ def parse(example: Example, argv: Sequence[str] | None) -> argparse.Namespace:
         options.texts = masked_text.documents(options.text)
     except (OSError, ValueError) as error:
         options.error(f"--text: {error}")
+    if options.stages:
+        options.micro_batches = options.micro_batches or 4 * options.stages
+    elif options.micro_batches:
+        options.error("--micro-batches needs --stages")
     options.rate = options.rate or example.rates[options.config]
     options.made_with = {name: getattr(options, name) for name in (*FIXED, *example.fixed)}
     text = b"\0".join(t.tobytes() for t in options.texts)
@@ -176,9 +192,15 @@ def parse(example: Example, argv: Sequence[str] | None) -> argparse.Namespace:
     options.dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
     if options.attention == "cudnn" and (on_cpu or options.dtype == "float32"):
         options.error("--attention cudnn needs a GPU and --dtype bfloat16")
-    count = jax.device_count()
-    if options.batch % count:
-        options.error(f"--batch is {options.batch}; it must be a multiple of {count}, the devices")
+    count, stages = jax.device_count(), options.stages or 1
+    for name, whole in (("devices", count), ("words of the vocabulary", masked_text.VOCABULARY)):
+        if whole % stages:
+            options.error(f"--stages is {stages}; it must divide {whole}, the {name}")
+    parts, what = count // stages * (options.micro_batches or 1), "the devices"
+    if options.stages:
+        what = f"{count // stages} devices for each stage x {options.micro_batches} micro-batches"
+    if options.batch % parts:
+        options.error(f"--batch is {options.batch}; it must be a multiple of {parts}, {what}")
     return options
 
 
@@ -213,7 +235,7 @@ def connect(options: argparse.Namespace) -> None:
 def check_equal(options: argparse.Namespace) -> None:
     """Ends the program if the processes have other options or texts than each other."""
     if jax.process_count() > 1:
-        others = ("dtype", "ops", "attention", "steps", "every", "checkpoint")
+        others = ("dtype", "ops", "attention", "steps", "every", "checkpoint", "zero")
         values = [options.made_with, *(getattr(options, name) for name in others)]
         digest = np.frombuffer(hashlib.sha256(repr(values).encode()).digest(), np.uint8)
         if np.any(multihost_utils.process_allgather(digest) != digest):
@@ -223,9 +245,10 @@ def check_equal(options: argparse.Namespace) -> None:
 # ---- the step ------------------------------------------------------------------------------------
 
 
-def data_mesh() -> Mesh:
-    """All devices along the Auto axis ``"data"``."""
-    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+def data_mesh(stages: int | None = None) -> Mesh:
+    """All devices along the Auto axis ``"data"``, or along ``"data"`` and ``"stage"``."""
+    sizes = {"data": jax.device_count() // (stages or 1)} | ({"stage": stages} if stages else {})
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
 
 
 def optimiser(options: argparse.Namespace) -> optax.GradientTransformation:
@@ -244,8 +267,9 @@ def optimiser(options: argparse.Namespace) -> optax.GradientTransformation:
 class Training:
     """The compiled step and its inputs.
 
-    The state is ``{"params", "optimiser", "step"}``, replicated on all devices. ``step`` is the
-    number of completed steps.
+    The state is ``{"params", "optimiser", "step"}``, replicated on all devices, or sharded with
+    ``--zero`` and ``--stages``. ``step`` is the number of completed steps. ``abstract`` has the
+    state's shapes, dtypes and shardings.
     """
 
     def __init__(self, example: Example, options: argparse.Namespace, mesh: Mesh):
@@ -255,43 +279,59 @@ class Training:
         self.split = NamedSharding(mesh, P("data"))
         rows = range(options.batch)
         parts = self.split.addressable_devices_indices_map((len(rows),)).values()
-        self.rows = sorted(row for (part,) in parts for row in rows[part])  # of this process
+        self.rows = sorted({row for (part,) in parts for row in rows[part]})  # of this process
         config = example.config(example.configs[options.config], options)
         optimise, ops = optimiser(options), example.ops[options.ops]
+        staged = {"micro_batches": options.micro_batches} if options.stages else {}
+        # The stages are an axis of the mesh of jax.set_mesh.
+        self.context = functools.partial(jax.set_mesh, mesh) if staged else contextlib.nullcontext
 
         def init() -> dict:
             params = example.init(jax.random.key(options.seed), config)
+            params = pipeline.stack_layers(params, options.stages) if staged else params
             return {"params": params, "optimiser": optimise.init(params), "step": jnp.int32(0)}
+
+        def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+            if options.zero:
+                params = zero.gather(params, mesh, options.dtype, specs=specs["params"])
+            return example.loss(params, batch, key, config, ops, **staged)
 
         def update(state: dict, batch: Any) -> tuple[dict, jax.Array]:
             # A key that is derived from the seed, other than the key of the parameters.
             key = jax.random.fold_in(jax.random.key(options.seed), 1 + state["step"])
-            value, grads = jax.value_and_grad(example.loss)(
-                state["params"], batch, key, config, ops
-            )
+            value, grads = jax.value_and_grad(loss)(state["params"], batch, key)
             changes, inner = optimise.update(grads, state["optimiser"], state["params"])
             params = optax.apply_updates(state["params"], changes)
             return {"params": params, "optimiser": inner, "step": state["step"] + 1}, value
 
-        self.init = jax.jit(init, out_shardings=self.everywhere)
-        self._update = jax.jit(update, donate_argnums=0, out_shardings=self.everywhere)
-        self._loss = jax.jit(
-            lambda params, batch: example.loss(params, batch, None, config, ops),
-            out_shardings=self.everywhere,
+        state = jax.eval_shape(init)
+        specs = jax.tree.map(lambda _: P(), state)
+        if staged:
+            own = pipeline.partition_specs(config, **example.heads)
+            specs["params"] = {name: own[name] for name in state["params"]}
+            specs["optimiser"] = optax.tree_utils.tree_map_params(
+                optimise,
+                lambda _, spec: spec,
+                state["optimiser"],
+                specs["params"],
+                transform_non_params=lambda _: P(),
+            )
+        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        places = zero.shardings(state, mesh, specs=specs) if options.zero else places
+        self.abstract = jax.tree.map(
+            lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), state, places
         )
-
-    @functools.cached_property
-    def abstract(self) -> dict:
-        """The state's shapes, dtypes and shardings."""
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.everywhere),
-            jax.eval_shape(self.init),
+        self.init = jax.jit(init, out_shardings=places)
+        self._update = jax.jit(update, donate_argnums=0, out_shardings=(places, self.everywhere))
+        self._loss = jax.jit(
+            lambda params, batch: loss(params, batch, None), out_shardings=self.everywhere
         )
 
     @functools.cached_property
     def update(self) -> jax.stages.Compiled:
         """Maps ``(state, batch)`` to the next state and the loss. The state is donated."""
-        return self._update.lower(self.abstract, self.batch(0)).compile()
+        with self.context():
+            return self._update.lower(self.abstract, self.batch(0)).compile()
 
     def batch(self, step: int) -> Any:
         """The batch of a step, counted from 0. Its rows depend only on the step and the seed."""
@@ -319,5 +359,6 @@ class Training:
         if not self.options.held_out:
             return {}
         batches = (self._batch(self.options.held_out, step) for step in range(EVALUATED))
-        losses = [float(self._loss(state["params"], batch)) for batch in batches]
+        with self.context():
+            losses = [float(self._loss(state["params"], batch)) for batch in batches]
         return {"loss of held-out text": sum(losses) / len(losses)}

@@ -187,6 +187,12 @@ def trees(platform: str) -> dict:
     return nearest(devices, platform)["entries"] if devices else {}
 
 
+def bandwidth(platform: str) -> float:
+    """The bytes per second of this process' device, or of the first one that is known."""
+    known = (device for device in _auto.DEVICES if device["platform"] == platform)
+    return _native.device(platform)[2] or next(known)["bandwidth"]
+
+
 def nearest(devices: list[dict], platform: str) -> dict:
     """The device of this name, or the nearest one by compute capability, then by bandwidth."""
     if len(devices) == 1:

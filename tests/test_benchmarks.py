@@ -206,7 +206,8 @@ def test_random_calls_are_valid(op):
 
 
 def rows_of(job, options, tmp_path):
-    contenders = "" if job in ("fusing", "packing") else "--contenders ours plain"
+    alone = job in ("fusing", "packing", "remat", "several")
+    contenders = "" if alone else "--contenders ours plain"
     command = f"{job} --small --steps 1 {contenders} {options} --out {tmp_path}"
     __main__.main(command.split())
     (path,) = tmp_path.iterdir()
@@ -296,6 +297,29 @@ def test_decoder_over_devices(tmp_path, axis):
     ours, plain = rows_of("decoder", options, tmp_path)
     assert ours["first_loss"] == pytest.approx(plain["first_loss"], abs=1e-3)
     assert ours["collectives"]["all-reduce"]["count"] > 0
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_several(tmp_path):
+    options = "--shape 2x16 --layouts zero stage --micro-batches 2"
+    sharded, stages = rows_of("several", options, tmp_path)
+    assert sharded["first_loss"] == pytest.approx(stages["first_loss"], abs=1e-3)
+    assert sharded["loss"] == pytest.approx(stages["loss"], abs=1e-3)
+    assert "all-gather" in sharded["collectives"] and "collective-permute" in stages["collectives"]
+    assert "| decoder | 2 stages, 2 micro-batches |" in tables.several_table(
+        {"devices": 2, "micro_batches": 2, "rows": [sharded, stages]}
+    )
+
+
+@pytest.mark.slow
+def test_remat(tmp_path):
+    options = "--shape 4x64 --models decoder --depths 4 --dtype float32"
+    found = {(row["every"], row["remat"]): row for row in rows_of("remat", options, tmp_path)}
+    assert list(found) == [(None, False), (None, True), (1, False), (2, False), (2, True)]
+    table = tables.remat_table({"rows": list(found.values())})
+    assert table.splitlines()[0].endswith("| no `remat_every` | k = 1 | k = 2 |")
+    found = {key: row["temp_bytes"] for key, row in found.items()}
+    assert found[2, True] < found[2, False] < found[None, False]
 
 
 def test_inference(tmp_path):

@@ -1,10 +1,15 @@
 """Kernels called by name, and the checks of their handlers."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import compat
+from harness.sharding import device_count
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 from jax_fastops import _dispatch, _native
@@ -212,3 +217,26 @@ def test_kernels_map_and_partition_like_before():
     with compat.x64(False):
         per_row = jax.vmap(lambda x: RELU(x, mask=True))(X)
     np.testing.assert_array_equal(per_row.y, np.maximum(X, 0))
+
+
+def test_latency_for_the_scheduler():
+    """On a GPU, the time of a call by the bytes that each device moves."""
+    x = jax.ShapeDtypeStruct((1 << 10, 1 << 14), jnp.bfloat16)
+
+    def text(platform, devices=1):
+        mesh = compat.make_mesh(dict(a=devices), AxisType.Auto)
+        given = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("a")))
+        call = jax.jit(lambda x: RELU(x, mask=True).y)
+        return call.trace(given).lower(lowering_platforms=(platform,)).as_text()
+
+    def nanoseconds(devices):
+        (found,) = re.findall(r'latency_metadata = "(\d+)"', text("cuda", devices))
+        return int(found)
+
+    moved = 2 * x.size * (2 + 1 / 16)  # x, y, and a bit for each element
+    assert nanoseconds(1) == pytest.approx(1e9 * moved / _dispatch.bandwidth("cuda"), rel=1e-3)
+    if device_count() > 1:
+        assert nanoseconds(device_count()) == pytest.approx(
+            nanoseconds(1) / device_count(), rel=1e-3
+        )
+    assert "latency_metadata" not in text("cpu")

@@ -19,7 +19,10 @@ import jax
 import numpy as np
 import pytest
 from conftest import DEVICE_COUNT
+from harness.compat import make_mesh
+from harness.numerics import assert_close_in_norm
 from harness.sharding import collectives, device_count
+from jax.sharding import AxisType
 
 import jax_fastops as fo
 from jax_fastops.models import bert, decoder
@@ -88,7 +91,8 @@ def compiled(model: str, *options: str):
     shared, scripts = modules()
     example = scripts[model].EXAMPLE
     with fo.use_implementation("native"):
-        made = shared.Training(example, shared.parse(example, FEW + options), shared.data_mesh())
+        parsed = shared.parse(example, FEW + options)
+        made = shared.Training(example, parsed, shared.data_mesh(parsed.stages))
         assert made.update
     return made
 
@@ -208,11 +212,13 @@ def test_resumed(start, tmp_path, kills):
 
 
 @pytest.mark.slow
-def test_resumed_on_fewer_devices(start, tmp_path):
+@pytest.mark.parametrize("options", [[], ["--zero"]], ids=["whole", "zero"])
+def test_resumed_on_fewer_devices(start, tmp_path, options):
     """Batches and dropout are the same, and losses agree within rounding."""
     moved, whole = tmp_path / "moved", tmp_path / "whole"
-    finished(start(moved, "--steps=10"))
-    assert "Going on from step 10." in finished(start(moved, "--steps=16", devices=2))
+    finished(start(moved, "--steps=10", *options))
+    resumed = finished(start(moved, "--steps=16", *options, devices=2))
+    assert "Going on from step 10." in resumed
     finished(start(whole, "--steps=16"))
     found, wanted = losses(moved), losses(whole)
     assert len(found) == len(wanted) == 16 and found[:10] == wanted[:10]
@@ -223,21 +229,23 @@ def test_resumed_on_fewer_devices(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "model, killed, resumed",
+    "model, killed, resumed, options",
     [
-        ("decoder", 1, 1),
-        pytest.param("bert", 1, 1, marks=pytest.mark.slow),
-        pytest.param("decoder", 0, 4, marks=pytest.mark.slow),
-        pytest.param("bert", 0, 4, marks=pytest.mark.slow),
+        ("decoder", 1, 1, ["--stages=2"]),
+        pytest.param("decoder", 1, 1, ["--zero"], marks=pytest.mark.slow),
+        pytest.param("bert", 1, 1, [], marks=pytest.mark.slow),
+        pytest.param("decoder", 0, 4, [], marks=pytest.mark.slow),
+        pytest.param("bert", 0, 4, ["--zero"], marks=pytest.mark.slow),
     ],
 )
-def test_processes(start, tmp_path, model, killed, resumed):
+def test_processes(start, tmp_path, model, killed, resumed, options):
     """Two processes, one of which is killed, and then another number of processes, have the losses
     of one process that is not killed."""
     several, one = tmp_path / "several", tmp_path / "one"
 
     def run(count, folder, steps):
-        start_one = functools.partial(start, folder, f"--steps={steps}", model=model)
+        more = options if folder == several else []
+        start_one = functools.partial(start, folder, f"--steps={steps}", *more, model=model)
         if count == 1:
             return [start_one(devices=2)]
         return [start_one(*options, devices=1) for options in together(count)]
@@ -308,6 +316,45 @@ def test_collectives(shared, model, attention):
 
 
 @pytest.mark.jax
+def test_zero(shared, tmp_path):
+    """Each parameter is gathered once, and gradients are summed; any devices load the state."""
+    count = device_count()
+    if count < 4 or count != jax.device_count():
+        pytest.skip("needs four devices or more, a power of two")
+    made, plain = compiled("decoder", "--zero"), compiled("decoder", "--attention=softmax")
+    counts = collectives(made.update.as_text())
+    leaves = len(jax.tree.leaves(made.abstract["params"]))
+    # XLA also gathers tokens and their gradients, for the parts of the table of embeddings.
+    assert leaves <= counts.pop("all-gather") <= leaves + 2
+    # The gradients, their norm, the loss, and the number of its tokens. XLA for GPUs sums into
+    # parts, XLA for CPUs sums and takes a part.
+    assert 0 < counts.pop("all-reduce", 0) + counts.pop("reduce-scatter", 0) <= 2 * leaves + 2
+    assert not counts
+
+    state, batch = made.init(), made.batch(0)
+    own = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(state))
+    assert own < 1.1 * sum(a.nbytes for a in jax.tree.leaves(state)) / count
+    (state, loss), (other, wanted) = made.update(state, batch), plain.update(plain.init(), batch)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    # After one step of AdamW, parameters differ where rounding decides a gradient's sign.
+    assert_close_in_norm(jax.device_get(state), jax.device_get(other), 1e-3)
+
+    options = shared.parse(
+        modules()[1]["decoder"].EXAMPLE, [*FEW, "--zero", f"--checkpoint={tmp_path}"]
+    )
+    with shared.loop.Checkpoints(options) as checkpoints:
+        checkpoints.restore(made.abstract)
+        checkpoints.add(1, float(loss))
+        checkpoints.save(1, state)
+    few = make_mesh(dict(data=2), AxisType.Auto)
+    fewer = shared.Training(modules()[1]["decoder"].EXAMPLE, options, few).abstract
+    with shared.loop.Checkpoints(options) as checkpoints:
+        found, _ = checkpoints.restore(fewer)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(state))
+    assert jax.tree.map(lambda a: a.sharding, found) == jax.tree.map(lambda a: a.sharding, fewer)
+
+
+@pytest.mark.jax
 def test_step_is_all_there_is(shared):
     """Batches and dropout depend only on the step: they differ between steps, and repeat."""
     made = compiled("bert", "--attention=softmax")
@@ -346,6 +393,9 @@ def test_step_is_all_there_is(shared):
         (["--text=blank.txt"], "--text: blank.txt has no text in it"),
         (["--checkpoint=blank.txt"], "blank.txt is not a folder"),
         (["--processes=2"], "--coordinator, --processes and --process need each other"),
+        (["--micro-batches=2"], "--micro-batches needs --stages"),
+        (["--stages=3"], "--stages is 3; it must divide "),
+        (["--stages=1", "--micro-batches=3"], "--batch is 8; it must be a multiple of "),
         (
             ["--coordinator=here:1", "--processes=2", "--process=2"],
             "--process is 2; it must be from 0 to 1",

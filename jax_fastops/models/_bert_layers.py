@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_fastops.bias_act import ACTIVATIONS
 from jax_fastops.models._checks import Checks
+from jax_fastops.models._layers import in_turn
 from jax_fastops.models._parameters import cast_kernels, stack, unstack
 from jax_fastops.models._products import (
     ATTENTIONS,
@@ -62,6 +63,9 @@ class Config:
         of the inputs). It recomputes the other intermediate results of feed-forward and attention,
         but not the two products before the norms. On a CPU, XLA undoes this unless the layers are
         a ``scan``.
+      remat_every: a number of layers, or ``None``. The backward then recomputes groups of so many
+        layers, and keeps only the input of each group. ``remat`` is about each layer inside of a
+        group: with both, a layer is computed up to three times.
       scan: whether the layers are one ``jax.lax.scan``. The program's size and compilation time
         then do not grow with ``layers``.
       init_range: the standard deviation of a new network's kernels and embeddings.
@@ -86,6 +90,7 @@ class Config:
     attention: str = "softmax"
     tensor_parallel: bool = False
     remat: bool = False
+    remat_every: int | None = None
     scan: bool = False
     init_range: float = 0.02
 
@@ -140,7 +145,14 @@ _KEEP = jax.checkpoint_policies.save_from_both_policies(
 )
 
 
-def embed(params: dict, tokens, config: Config, token_types, positions, ops: Ops):
+def embed(params: dict, tokens, config: Config, token_types, positions, key, ops: Ops):
+    """The input of the first layer: embeddings, layer norm, dropout."""
+    x = _embeddings(params, tokens, config, token_types, positions, ops)
+    x = ops.layer_norm(x, params["norm"]["scale"], params["norm"]["bias"], eps=config.eps)
+    return x if key is None or config.dropout == 0 else ops.dropout(x, key, config.dropout)
+
+
+def _embeddings(params: dict, tokens, config: Config, token_types, positions, ops: Ops):
     """The sum of the three embeddings, computed in float32 and rounded once."""
     rows = functools.partial(take_rows, config=config, ops=ops)
     x = rows(params["word"], tokens).astype(accumulator_dtype(config.dtype))
@@ -181,33 +193,36 @@ def encode(layers, x, config: Config, mask, key, ops: Ops):
     if mask is not None and not isinstance(mask, (Segments, Tokens)):
         mask = whole(mask, 1)
 
-    # A layer's result has two users. With fanout each gets its own, and no separate pass adds their
-    # cotangents. Not in a scan, which would carry both, nor in a checkpoint, which would keep both.
-    fanout = not (config.scan or config.remat)
-
-    def layer(params, x, key, fanout=False):
-        return apply_layer(params, x, config, mask, key, ops, fanout)
-
-    if config.remat:
-        # XLA does not merge a scan's body with its backward, so no CSE barrier is needed.
-        layer = jax.checkpoint(layer, policy=_KEEP, prevent_cse=not config.scan)
     keys = None if key is None else jax.random.split(key, config.layers)
+    layer = layer_function(config, mask, ops)
     if config.scan:
-
-        def step(x, each):
-            params, key = each
-            return layer(params, x, key), None
-
         stacked = layers if isinstance(layers, dict) else stack(layers)
         # Under jax.shard_map a layer's result varies over the same mesh axes as these.
         shared = mask.ids if isinstance(mask, Segments) else mask
         given = jax.tree.leaves((stacked, shared, keys))
-        return jax.lax.scan(step, varying_with(x, given), (stacked, keys))[0]
+        return in_turn(layer, varying_with(x, given), (stacked, keys), config)[0]
     layers = unstack(layers) if isinstance(layers, dict) else layers
-    for index, params in enumerate(layers):
-        more = {"fanout": True} if fanout and index < config.layers - 1 else {}
-        x = layer(params, x, None if keys is None else keys[index], **more)
-    return x
+    each = [(one, None if keys is None else keys[k]) for k, one in enumerate(layers)]
+    if not config.remat and config.remat_every is None:
+        # A layer's result has two users. With fanout each gets its own, and no separate pass adds
+        # their cotangents. Not in a scan, which would carry both, nor in a checkpoint, which would
+        # keep both.
+        x, _ = in_turn(functools.partial(layer, fanout=True), x, each[:-1], config)
+        each = each[-1:]
+    return in_turn(layer, x, each, config)[0]
+
+
+def layer_function(config: Config, mask, ops: Ops) -> Callable:
+    """A layer, as :func:`in_turn` takes it, of its parameters and its random key."""
+
+    def layer(x, each, fanout=False):
+        params, key = each
+        return apply_layer(params, x, config, mask, key, ops, fanout), None
+
+    if config.remat:
+        # XLA does not merge a scan's body with its backward, so no CSE barrier is needed.
+        layer = jax.checkpoint(layer, policy=_KEEP, prevent_cse=not config.scan)
+    return layer
 
 
 def apply_layer(params: dict, x, config: Config, mask, key, ops: Ops, fanout: bool):

@@ -33,7 +33,7 @@ FIELDS = {
     "init_range": "initializer_range",
 }
 # Fields of a Config that are not part of the network.
-_OWN = ("dtype", "attention", "tensor_parallel", "remat", "scan")
+_OWN = ("dtype", "attention", "tensor_parallel", "remat", "remat_every", "scan")
 
 Shardings: TypeAlias = Sharding | dict[str, Any] | Callable[[Any], Any] | None
 

@@ -103,7 +103,9 @@ class Checks(NamedTuple):
             name, value = field.name, getattr(config, field.name)
             if name == "dtype":
                 value = self.dtype(value)
-            elif field.type == "int":  # the text of the annotation
+            elif field.type == "int | None" and value is None:
+                continue
+            elif field.type in ("int", "int | None"):  # the text of the annotation
                 value = self.integer(name, value, 1)
             elif field.type == "float":
                 value = self.number(name, value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastops.models._checks import Checks
+from jax_fastops.models._layers import in_turn
 from jax_fastops.models._parameters import cast_kernels
 from jax_fastops.models._plain import rotated
 from jax_fastops.models._products import (
@@ -83,6 +83,9 @@ class Config:
         products with the same input are one product. If so, they stay separate, and the passes of
         the loss are XLA's, which can shard the vocabulary.
       remat: whether the backward recomputes layers. It then keeps only the input of each layer.
+      remat_every: a number of layers, or ``None``. The backward then recomputes groups of so many
+        layers, and keeps only the input of each group. ``remat`` is about each layer inside of a
+        group: with both, a layer is computed up to three times.
       scan: whether the layers are one ``jax.lax.scan``. The program's size and compilation time
         then do not grow with ``layers``, and ``params["layers"]`` has stacked arrays.
       init_range: the standard deviation of a new network's kernels and embeddings.
@@ -111,6 +114,7 @@ class Config:
     attention: str = "softmax"
     tensor_parallel: bool = False
     remat: bool = False
+    remat_every: int | None = None
     scan: bool = False
     init_range: float = 0.02
 
@@ -122,9 +126,6 @@ class Config:
             )
         if self.head_dim % 2:
             raise ValueError(f"decoder: head_dim is {self.head_dim}; it must be even")
-        if self.sliding_window is not None:
-            window = _CHECK.integer("sliding_window", self.sliding_window, 1)
-            object.__setattr__(self, "sliding_window", window)
         _CHECK.choice("attention", self.attention, ATTENTIONS)
         _CHECK.finite(rope_theta=self.rope_theta, eps=self.eps, init_range=self.init_range)
         kinds = (RopeScaling, type(None))
@@ -230,44 +231,59 @@ def forward(
     params: dict, tokens, config: Config, positions, mask, cache, ops: Ops
 ) -> tuple[Any, Any]:
     """``decoder.apply`` with the parameters of :func:`prepared`. ``mask`` may be ``Segments``."""
+    turns, attend, cache = surroundings(positions, mask, cache, tokens, config)
+    x = take_rows(params["embeddings"], tokens, config, ops).astype(config.dtype)
+    cached: Any = None if cache is None else (cache.keys, cache.values)
+    each: Any = params["layers"], cached
+    if not config.scan:
+        cached = [None] * config.layers if cached is None else zip(*cached, strict=True)
+        each = list(zip(params["layers"], cached, strict=True))
+    residual = None
+    if config.scan or config.remat or config.remat_every is not None:
+        x, cached = in_turn(layer_function(config, turns, attend, ops), x, each, config)
+    else:  # the two parts of a layer's result go to the next layer, whose norm adds them up
+
+        def layer(parts, each):
+            x, residual = parts
+            *parts, cached = _layer(each[0], x, residual, each[1], config, turns, attend, ops)
+            return parts, cached
+
+        (x, residual), cached = in_turn(layer, (x, None), each, config)
+    hidden = last_norm(params, x, residual, config, ops)
+    if cache is None:
+        return hidden, None
+    keys, values = cached if config.scan else map(list, zip(*cached, strict=True))
+    length = cache.length + jnp.int32(tokens.shape[1])
+    return hidden, cache._replace(keys=keys, values=values, length=length)
+
+
+def last_norm(params: dict, x, residual, config: Config, ops: Ops):
+    """The norm after the layers, of ``x`` or of its sum with ``residual``."""
+    return _norm(params["norm"], x, residual, config, ops)[0]
+
+
+def surroundings(positions, mask, cache, tokens, config: Config) -> tuple[Any, _Attend, Any]:
+    """The rotary turns of tokens, what they attend to, and the cache with their mask.
+
+    Of ``tokens``, only the batch and the sequence matter.
+    """
     start = 0 if cache is None else cache.length
-    count = tokens.shape[1]
     if positions is None and isinstance(mask, Segments):
         positions = mask.positions()
     elif positions is None:
-        positions = start + jnp.arange(count, dtype=jnp.int32)
+        positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     angles = _angles(positions, config)
-    turns = jnp.cos(angles), jnp.sin(angles)
-    attend, cache = _attend(mask, cache, tokens, start, config)
-    layer = functools.partial(_layer, config=config, turns=turns, attend=attend, ops=ops)
+    return (jnp.cos(angles), jnp.sin(angles)), *_attend(mask, cache, tokens, start, config)
 
-    def whole_layer(params, x, cached):
-        branch, x, cached = layer(params, x, None, cached)
+
+def layer_function(config: Config, turns, attend: _Attend, ops: Ops) -> Callable:
+    """A layer, as :func:`in_turn` takes it, of its parameters and its part of the cache."""
+
+    def layer(x, each):
+        branch, x, cached = _layer(each[0], x, None, each[1], config, turns, attend, ops)
         return x + branch, cached
 
-    if config.remat:
-        whole_layer = jax.checkpoint(whole_layer, prevent_cse=not config.scan)
-    x = take_rows(params["embeddings"], tokens, config, ops).astype(config.dtype)
-    residual = None
-    if config.scan:
-        cached = None if cache is None else (cache.keys, cache.values)
-        each = params["layers"], cached
-        x, cached = jax.lax.scan(lambda x, each: whole_layer(each[0], x, each[1]), x, each)
-    else:
-        new: list[Any] = []
-        for index, one in enumerate(params["layers"]):
-            own = None if cache is None else (cache.keys[index], cache.values[index])
-            if config.remat:
-                x, own = whole_layer(one, x, own)
-            else:
-                x, residual, own = layer(one, x, residual, own)
-            new.append(own)
-        cached = None if cache is None else tuple(map(list, zip(*new, strict=True)))
-    hidden, _ = _norm(params["norm"], x, residual, config, ops)
-    if cache is None or cached is None:
-        return hidden, None
-    keys, values = cached
-    return hidden, cache._replace(keys=keys, values=values, length=cache.length + jnp.int32(count))
+    return jax.checkpoint(layer, prevent_cse=not config.scan) if config.remat else layer
 
 
 def _attend(mask, cache, tokens, start, config: Config) -> tuple[_Attend, Cache | None]:
@@ -309,7 +325,7 @@ def _written(cached, new, start):
     return jax.lax.dynamic_update_slice_in_dim(cached, new, start, axis=1)
 
 
-def _layer(params: dict, x, residual, cached, *, config: Config, turns, attend: _Attend, ops: Ops):
+def _layer(params: dict, x, residual, cached, config: Config, turns, attend: _Attend, ops: Ops):
     """Applies a layer to the sum of ``x`` and ``residual``.
 
     Returns the two parts of the layer's result, so that the next norm can add them up.

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
+from jax_fastops import _compat
+
 
 def explicit_spec(x) -> PartitionSpec | None:
     """The partition spec of an array if its mesh has explicit axes, else ``None``."""
@@ -71,17 +73,4 @@ def tokens_at_once(x, classes: int) -> int | None:
 
 def varying_with(x, others):
     """``x``, varying over the mesh axes over which it or one of the others varies."""
-    axes = frozenset().union(*map(_varying_axes, others)) - _varying_axes(x)
-    axes = tuple(sorted(axes, key=str))
-    if not axes:
-        return x
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(x, axes, to="varying")
-    # jax < 0.9
-    return jax.lax.pvary(x, axes)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _varying_axes(x) -> frozenset:
-    kind = jax.typeof(x)
-    # It is vma in earlier versions of JAX.
-    return frozenset(kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying)
+    return _compat.as_varying(x, frozenset().union(*map(_compat.varying_axes, others)))

@@ -331,11 +331,8 @@ def apply(
 
     def hidden(tokens, token_types, positions, mask):
         embeddings_key, layers_key = (None, None) if key is None else jax.random.split(key)
-        x = embed(params["embeddings"], tokens, config, token_types, positions, ops)
-        norm = params["embeddings"]["norm"]
-        x = ops.layer_norm(x, norm["scale"], norm["bias"], eps=config.eps)
-        if embeddings_key is not None and config.dropout > 0:
-            x = ops.dropout(x, embeddings_key, config.dropout)
+        tables = params["embeddings"]
+        x = embed(tables, tokens, config, token_types, positions, embeddings_key, ops)
         return encode(params["layers"], x, config, mask, layers_key, ops)
 
     if capacity is None:

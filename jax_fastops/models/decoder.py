@@ -279,6 +279,7 @@ def logits(params: dict[str, Any], hidden: jax.Array, config: Config) -> jax.Arr
 
 
 def _head(params: dict):
+    """The table of the head."""
     return params.get("head", params["embeddings"])
 
 
@@ -313,15 +314,7 @@ def loss(
       ()
     """
     ids, inside = _check(params, tokens, config, mask, ops, segment_ids, max_segments)
-    segmented = isinstance(inside, Segments)
-    if labels is None and segmented:
-        labels = inside.labels(ids.astype(jnp.int32))
-    elif labels is None:
-        known = ids.astype(jnp.int32)
-        known = known if inside is None else jnp.where(inside, known, -1)
-        labels = following(known, -1)
-    labels = _CHECK.integers("labels", jnp.asarray(labels))
-    _CHECK.shape("labels", labels, "tokens", ids.shape)
+    labels, segmented = _labels_of(labels, ids, inside), isinstance(inside, Segments)
     hidden = apply(
         params,
         ids,
@@ -333,6 +326,19 @@ def loss(
         ops=ops,
     )
     return vocabulary_loss(hidden, _head(params), labels, config, ops)
+
+
+def _labels_of(labels, ids, inside):
+    """The labels of :func:`loss`, checked. ``inside`` is a mask, ``Segments``, or ``None``."""
+    if labels is None and isinstance(inside, Segments):
+        labels = inside.labels(ids.astype(jnp.int32))
+    elif labels is None:
+        known = ids.astype(jnp.int32)
+        known = known if inside is None else jnp.where(inside, known, -1)
+        labels = following(known, -1)
+    labels = _CHECK.integers("labels", jnp.asarray(labels))
+    _CHECK.shape("labels", labels, "tokens", ids.shape)
+    return labels
 
 
 def generate(

@@ -277,8 +277,8 @@ def save(
     Args:
       path: the folder. It is created if it does not exist.
       config: the :class:`jax_fastops.models.decoder.Config` of the parameters. Fields that are not
-        part of the network (``dtype``, ``attention``, ``tensor_parallel``, ``remat``, ``scan``) are
-        not written.
+        part of the network (``dtype``, ``attention``, ``tensor_parallel``, ``remat``,
+        ``remat_every``, ``scan``) are not written.
       params: parameters, as from :func:`jax_fastops.models.decoder.init`.
       like: a folder with a checkpoint of the same shapes. What its ``config.json`` says beyond
         ``config`` stays, except for the dtype of tensors. ``generation_config.json`` and the
