@@ -9,6 +9,7 @@
 ## make docs        build the documentation into build/docs/html
 ## make docs-check  build it, and check its links, examples, commands and numbers
 ## make readme      put the results into the README's numbers and chart
+## make new-op NAME=group_norm  write the skeleton of an op family, and list what is to be edited
 ## make format      format all sources
 ## make lint        check formatting and style
 ## make types       check the types of the public functions
@@ -53,7 +54,7 @@ requirements = $(BIN)/python -c 'import tomllib; table = tomllib.load(open("pypr
   $(or $(2),["project"]["optional-dependencies"]); print(*(r for n in "$(1)".split() for r in table[n]), sep="\n")'
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-all test-settings sanitize sanitized soak-thread bench docs docs-check readme \
+.PHONY: help demo test test-slow test-all test-settings sanitize sanitized soak-thread bench docs docs-check readme new-op \
   format lint types wheel release cuda-nvcc cudnn clean FORCE
 
 help:
@@ -88,6 +89,9 @@ docs-check: docs
 
 readme: $(VENV)/.package
 	$(BIN)/python -m benchmarks readme
+
+new-op:
+	@$(PYTHON) .ci/new-op $(NAME)
 
 format: $(VENV)/.tools
 	$(BIN)/ruff check --fix .

@@ -190,7 +190,8 @@ class Check:
       mapped: it maps examples, in the same way for every dtype. If it is basic, it is a quick test
         in every mode, but only in the first dtype.
       slow: it is never a quick test.
-      runs_kernels: False if it only traces and compiles, or runs references.
+      runs_kernels: False if it only traces and compiles, runs references, or calls kernels with
+        arrays as other checks do: it shows nothing new to the sanitizers.
       jax: the cases that it runs for on other versions of JAX: "every", the "first" of each test,
         or those with `versions`.
       module: the file that it is from.
@@ -327,8 +328,6 @@ def runs(
             if check.module == "kernels" and dtype == "float16" and "bfloat16" in dtypes:
                 basic = False
             marks = []
-            if firsts == 2 and check.basic and check.module != "kernels":
-                marks.append(pytest.mark.settings)
             if not (quick and (firsts == 2 or basic)):
                 marks.append(SLOW)
             if check.module not in ("properties", "kernels") or not check.runs_kernels:

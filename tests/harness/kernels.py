@@ -380,6 +380,7 @@ def no_leaks(case: Case, mode: str | None, dtype: Any) -> None:
 def checks(case: Case) -> Iterator[Check]:
     once = functools.partial(Check, every_dtype=False, every_mode=False)
     compiled = functools.partial(once, runs_kernels=False)
+    again = functools.partial(Check, every_mode=False, runs_kernels=False)
     short = case.basic_only
     if case.kernels:
         yield compiled("kernels", calls)
@@ -393,19 +394,12 @@ def checks(case: Case) -> Iterator[Check]:
             if case.maps:
                 yield Check("examples", examples, every_mode=False)
     if case.kept is not None:
-        yield Check("kept", keeps, basic=True, every_mode=False, every_dtype=not short)
+        yield again("kept", keeps, basic=True, every_dtype=not short)
     modes = tuple(mode for mode in ("auto", "xla") if mode not in case.modes)
     # With operands of several dtypes, an op's reference may round in other places.
     if case.modes[0] and modes and len({a.dtype for a in case.example if is_float(a.dtype)}) < 2:
         other = functools.partial(other_modes, modes)
-        yield Check(
-            "modes",
-            other,
-            basic=True,
-            every_mode=False,
-            every_dtype=not short,
-            runs_kernels=modes != ("xla",),
-        )
+        yield again("modes", other, basic=True, every_dtype=not short)
     if case.sizes:
         yield Check("repeated_runs", repeated_runs, basic=True, every_mode=False)
     if case.one_user:
@@ -418,10 +412,10 @@ def checks(case: Case) -> Iterator[Check]:
     if of_kernels and case.diff and (not short or len({a.dtype for a in case.example}) > 1):
         yield compiled("strict_settings", strict_settings)
     if case.dtypes[0] == "float32" and not short:
-        yield once("operands", operands)
+        yield compiled("operands", operands)
     if case.diff and not short:
         if case.kernels:
-            yield Check("linear_pullback", linear_pullback, basic=True, every_mode=False)
+            yield again("linear_pullback", linear_pullback, basic=True)
         if "float64" in case.dtypes:
-            yield once("differences", differences)
+            yield compiled("differences", differences)
         yield compiled("no_leaks", no_leaks)
