@@ -163,26 +163,27 @@ def test_a_residual_stream_is_no_region():
     assert len(found_here) == 4 and len({r.key for r in found_here}) == 3
 
 
-def key_of(f, *args):
+def keys_of(f, *args):
     (region,) = found(f, *args)
-    return region.key
+    return region.key, region.structure
 
 
 def test_keys_depend_on_what_is_computed():
     x, scale = shapes((8, 16), (16,))
-    key = key_of(rms_norm, x, scale)
-    assert key == key_of(lambda a, b: jax.jit(rms_norm)(a, b), x, scale)
+    keys = keys_of(rms_norm, x, scale)
+    assert keys == keys_of(lambda a, b: jax.jit(rms_norm)(a, b), x, scale)
     others = [
-        key_of(rms_norm, *shapes((9, 16), (16,))),
-        key_of(rms_norm, *shapes((8, 16), (16,), dtype=BF16)),
-        key_of(lambda x, s: rms_norm(x, s) * 2, x, scale),
-        key_of(lambda x, s: rms_norm(x, s) * 3, x, scale),
-        key_of(lambda x, s: rms_norm(x, jax.lax.stop_gradient(s)), x, scale),
-        key_of(
+        keys_of(rms_norm, *shapes((9, 16), (16,))),
+        keys_of(rms_norm, *shapes((8, 16), (16,), dtype=BF16)),
+        keys_of(lambda x, s: rms_norm(x, s) * 2, x, scale),
+        keys_of(lambda x, s: rms_norm(x, s) * 3, x, scale),
+        keys_of(lambda x, s: rms_norm(x, jax.lax.stop_gradient(s)), x, scale),
+        keys_of(
             lambda x, s: x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * s, x, scale
         ),
     ]
-    assert len({key, *others}) == 1 + len(others)
+    for of_all in zip(keys, *others, strict=True):
+        assert len(set(of_all)) == len(of_all)
 
 
 def program_of(region):

@@ -1,5 +1,6 @@
-"""`autofuse`: what patterns declare so that few are traced, derivatives that are traced once, and
-norms that are nearly ours or of a sum that nothing else needs, and the steps of long programs."""
+"""`autofuse`: what patterns declare so that few are traced, derivatives and refused calls that are
+traced once, norms that are nearly ours or of a sum that nothing else needs, and the steps of long
+programs."""
 
 import sys
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_fastops as fo
-from jax_fastops.autofuse import PATTERNS, _pattern
+from jax_fastops.autofuse import PATTERNS, _evaluate, _pattern, _rule
 from jax_fastops.autofuse._value import REDUCTIONS
 
 
@@ -86,6 +87,41 @@ def test_the_sum_before_a_norm_is_a_result_only_if_it_is_needed():
             (call,) = (e for e in program.eqns if e.primitive.name.startswith("fastops"))
             assert call.primitive.name == "fastops_residual_layer_norm"
             assert len(call.outvars) == count
+
+
+def counted(monkeypatch, owner, name):
+    """A list that grows with each call of a function."""
+    calls, call = [], getattr(owner, name)
+
+    def count(*args, **kwargs):
+        calls.append(args)
+        return call(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, count)
+    return calls
+
+
+def test_a_refused_call_is_traced_once(monkeypatch):
+    calls, x = counted(monkeypatch, _rule.Call, "__call__"), jnp.ones((3, 77))
+    counts = []
+    for implementation in ("xla", "xla", "native"):
+        with fo.use_implementation(implementation):
+            report = fo.autofuse.report(jax.nn.softmax)(x)
+        counts.append(len(calls))
+        if implementation == "xla":
+            assert [m.reason for m in report.missed] == ["the implementation is 'xla'"]
+    assert 0 < counts[0] == counts[1] < counts[2] and len(report.replaced) == 1
+
+
+def test_functions_without_work_are_not_searched(monkeypatch):
+    graphs = counted(monkeypatch, _evaluate, "Graph")
+    twice = jax.custom_jvp(jax.jit(lambda x: x * 2))
+    twice.defjvp(lambda x, t: (2 * x[0], 2 * t[0]))
+    counts = []
+    for f in (jax.nn.relu, twice):
+        jax.make_jaxpr(fo.autofuse(f))(jnp.ones((3, 77)))
+        counts.append(len(graphs))
+    assert counts == [1, 3]
 
 
 def l2(x):

@@ -59,11 +59,14 @@ Measured = dict[str, Times]  # by phase
 # What this process has decided by. A file that appears later changes no program of it.
 _known: dict[tuple[str, bool], tuple[Measured, str]] = {}
 _lock = threading.Lock()
+# The verdicts on regions by their structures, times and platforms.
+_decided: dict[tuple, Verdict | None] = {}
 
 
 def clear() -> None:
     """Forgets what this process has measured or read."""
     _known.clear()
+    _decided.clear()
     _was_there.cache_clear()
 
 
@@ -95,11 +98,14 @@ def verdicts(
         known = _measured([r for r in found if not _tune.is_sharded(r)], tune, platform,
                           lambda rewrite: program(rewrite, taken))  # fmt: skip
     result: dict[Rewrite, Verdict] = {}
-    by_key: dict[str, Verdict | None] = {}
+    if len(_decided) > 10_000:
+        _decided.clear()
     for region in found:
-        if region.key not in by_key:
-            by_key[region.key] = _verdict(region, *known.get(region, ({}, "")), platform)
-        if (verdict := by_key[region.key]) is not None:
+        times, source = known.get(region, ({}, ""))
+        key = region.structure, *times.items(), source, platform
+        if key not in _decided:
+            _decided[key] = _verdict(region, times, source, platform)
+        if (verdict := _decided[key]) is not None:
             result |= dict.fromkeys(region.rewrites, verdict)
     return result
 

@@ -149,8 +149,20 @@ _BODIES = {
     "custom_vjp_call_jaxpr": ("fun_jaxpr",),
     **dict.fromkeys(("jit", "pjit", "shard_map"), ("jaxpr",)),
 }
-# A body without any of these is not worth a look.
-_WORK = {*_BODIES, "mul", "div", "add", "sub", "gather"}
+# A body without any of these is not worth a look. Functions that it calls may have one.
+_CALLS = {"jit", "pjit", "custom_jvp_call"}
+_WORK = {*_BODIES, "mul", "div", "add", "sub", "gather"} - _CALLS
+
+
+def _has_work(jaxpr) -> bool:
+    """Whether a program may have something to replace: that of a relu has not."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in _WORK:
+            return True
+        if name in _CALLS and _has_work(opened(equation.params[_BODIES[name][0]])[0]):
+            return True
+    return False
 
 
 def _has_bodies(step: Node) -> bool:
@@ -308,7 +320,7 @@ def _with_fused_bodies(equation, settings: Settings):
     def fused_body(body):
         jaxpr, _ = opened(body)
         has_ref = any(map(is_ref, (*jaxpr.invars, *jaxpr.constvars)))
-        if has_ref or not any(e.primitive.name in _WORK for e in jaxpr.eqns):
+        if has_ref or not _has_work(jaxpr):
             return body
         types = [_compat.struct_of(v.aval) for v in jaxpr.invars]
         new = jax.make_jaxpr(_fused_body(body, settings))(*types)

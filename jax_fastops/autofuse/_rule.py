@@ -267,11 +267,18 @@ def _struct(value: Value) -> jax.ShapeDtypeStruct:
 class _Jitted:
     """A call with a cache of its programs, whose key has the implementation in force.
 
+    The program of a call that is refused has no results, but the reason as the key of a dictionary.
     ``decisions`` has those of each implementation under which the call was traced.
     """
 
     def __init__(self, call: Call, fanout: bool):
-        self.function: Any = jax.jit(functools.partial(call, fanout=fanout))
+        def program(*values):
+            try:
+                return call(*values, fanout=fanout)
+            except Refused as refused:
+                return {str(refused) or "XLA is as fast": ()}
+
+        self.function: Any = jax.jit(program)
         self.decisions: dict[Any, list[Decision]] = {}
 
 
@@ -306,15 +313,15 @@ def takes_kernel(call: Call) -> tuple[bool, bool]:
 def _trace(call: Call, types: Sequence[Any], fanout: bool) -> Any:
     try:
         with kernels_only(True), _explain.decisions() as decisions:
-            traced = _jitted(call, fanout).function.trace(*types).jaxpr
-    except Refused as refused:
-        return str(refused) or "XLA is as fast"
+            traced = _jitted(call, fanout).function.trace(*types)
     except Exception as error:
         known = TypeError, ValueError, NotImplementedError
         # The error for shardings that do not fit has no public name.
         if not isinstance(error, known) and type(error).__name__ != "ShardingTypeError":
             raise
         return str(error).partition("\n")[0]
+    if isinstance(traced.out_info, dict):
+        return next(iter(traced.out_info))
     if decisions:
         _jitted(call, fanout).decisions[_implementation.current()] = list(decisions)
-    return traced
+    return traced.jaxpr
