@@ -17,6 +17,7 @@
 
 #include <cstdint>
 
+#include "core/cuda/activation.cuh"
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
@@ -26,7 +27,6 @@
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 #include "cutlass/gemm/kernel/tile_scheduler.hpp"
 #include "cutlass/util/packed_stride.hpp"
-#include "core/cuda/activation.cuh"
 #include "xla/ffi/api/ffi.h"
 
 namespace {

@@ -10,12 +10,13 @@ import numpy as np
 
 def _iota(params):
     shape, dimension = params["shape"], params["dimension"]
-    others = [i for i in range(len(shape)) if i != dimension]
+    others = tuple(i for i in range(len(shape)) if i != dimension)
     return np.broadcast_to(np.expand_dims(np.arange(shape[dimension]), others), shape)
 
 
 def _broadcast(params, x):
-    others = [i for i in range(len(params["shape"])) if i not in params["broadcast_dimensions"]]
+    kept = params["broadcast_dimensions"]
+    others = tuple(i for i in range(len(params["shape"])) if i not in kept)
     return np.broadcast_to(np.expand_dims(x, others), params["shape"])
 
 
