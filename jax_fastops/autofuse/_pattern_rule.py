@@ -67,8 +67,8 @@ def operations_of(values: Iterable[Value]) -> set:
     for node in {v.node for v in values} - {NO_EQUATION}:
         operations.add("root" if node.name in ("rsqrt", "sqrt", "pow") else node.name)
         if node.name in REDUCTIONS:
-            axes = (found.axes for found in reductions(node))
-            operations.update((node.name, (("axes", str(a)),)) for a in axes)
+            for axes in [found.axes for found in reductions(node)]:
+                operations |= {(node.name, (("axes", str(axes)),)), (node.name, len(axes))}
     return operations
 
 
@@ -199,8 +199,9 @@ class PatternRule(Rule):
         if sizes is None or len(sizes) > MAX_RANK:
             return ()
         axes = self._any_axes(pattern, value)
-        if "transpose" in around or not pattern.needs & REDUCTIONS:
-            return axes
+        if "transpose" in around:  # the axes may have other numbers
+            count = len(sizes) - 1 if pattern.over_others else 1
+            return axes if {(name, count) for name in pattern.needs & REDUCTIONS} <= around else ()
         return [i for i in axes if pattern.reductions(len(sizes), i) <= around]
 
     @staticmethod
