@@ -41,7 +41,8 @@ class Config:
       heads: the number of attention heads, which divides ``hidden_size``.
       intermediate_size: the number of features inside the feed-forward.
       positions: the longest sequence.
-      token_types: the number of token types, such as first and second sentence.
+      token_types: the number of token types, such as first and second sentence. ``None``: none, as
+        in DistilBERT.
       activation: of the feed-forward: ``"gelu_exact"`` (by erf; Hugging Face's ``"gelu"``),
         ``"gelu"`` (by tanh; Hugging Face's ``"gelu_new"``), or another one of
         :func:`~jax_fastops.bias_act`.
@@ -65,6 +66,9 @@ class Config:
       scan: whether the layers are one ``jax.lax.scan``. The program's size and compilation time
         then do not grow with ``layers``.
       init_range: the standard deviation of a new network's kernels and embeddings.
+      pooler_activation: of the pooler: ``"tanh"``, or one of :func:`~jax_fastops.bias_act`.
+      embedding_size: the number of features of the embeddings, which a product maps to
+        ``hidden_size``, as in ELECTRA. ``None``: ``hidden_size``, without a product.
 
     Example:
       >>> bert.Config(hidden_size=1024, heads=16, layers=24).positions
@@ -77,7 +81,7 @@ class Config:
     heads: int = 12
     intermediate_size: int = 3072
     positions: int = 512
-    token_types: int = 2
+    token_types: int | None = 2
     activation: str = "gelu_exact"
     eps: float = 1e-12
     dropout: float = 0.1
@@ -88,15 +92,23 @@ class Config:
     remat: bool = False
     scan: bool = False
     init_range: float = 0.02
+    pooler_activation: str = "tanh"
+    embedding_size: int | None = None
 
     def __post_init__(self) -> None:
         _CHECK.fields(self)
+        for name in ("token_types", "embedding_size"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _CHECK.integer(name, getattr(self, name), 1))
+        if self.embedding_size == self.hidden_size:
+            object.__setattr__(self, "embedding_size", None)
         if self.hidden_size % self.heads:
             raise ValueError(
                 f"bert: heads is {self.heads}, which does not divide hidden_size, "
                 f"{self.hidden_size}"
             )
         _CHECK.choice("activation", self.activation, tuple(ACTIVATIONS))
+        _CHECK.choice("pooler_activation", self.pooler_activation, ("tanh", *ACTIVATIONS))
         _CHECK.choice("attention", self.attention, ATTENTIONS)
         for name in ("dropout", "attention_dropout"):
             rate = getattr(self, name)
@@ -146,6 +158,8 @@ def embed(params: dict, tokens, config: Config, token_types, positions, ops: Ops
     x = rows(params["word"], tokens).astype(accumulator_dtype(config.dtype))
     table = params["position"]
     x = biased(x, table[: tokens.shape[1]] if positions is None else rows(table, positions))
+    if config.token_types is None:
+        return x.astype(config.dtype)
     table = params["token_type"]
     if token_types is None:
         x = biased(x, table[0])
@@ -158,7 +172,7 @@ def embed(params: dict, tokens, config: Config, token_types, positions, ops: Ops
     return x.astype(config.dtype)
 
 
-def pool(params: dict, x, mask):
+def pool(params: dict, x, config: Config, mask):
     """The pooler's output for the first token, or for that of each segment."""
     equation, first, exists = "be,ef->bf", None, None
     if not isinstance(mask, Segments):
@@ -168,7 +182,9 @@ def pool(params: dict, x, mask):
     else:
         equation, (first, exists) = "bse,ef->bsf", mask.first_tokens(x)
     y = wide_product(equation, first, params["kernel"])
-    y = jnp.tanh(biased(y, params["bias"])).astype(x.dtype)
+    own = config.pooler_activation
+    activation = jnp.tanh if own == "tanh" else ACTIVATIONS[own]
+    y = activation(biased(y, params["bias"])).astype(x.dtype)
     return y if exists is None else jnp.where(exists[..., None], y, jnp.zeros_like(y))
 
 

@@ -1,0 +1,73 @@
+"""Model types of transformers that are configurations of ours, as recorded by record_types.py."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from harness.numerics import assert_close_in_norm
+
+from jax_fastops.models import bert
+
+safetensors = pytest.importorskip("safetensors.numpy")
+
+from harness.recordings import Recordings  # noqa: E402
+
+from jax_fastops.models import bert_checkpoint  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("exact_products")
+RECORDED = Recordings("types", bert_checkpoint.load, usual="roberta")
+DATA = RECORDED.folder
+ENCODERS = sorted(name for name in RECORDED.names if name.startswith(("r", "distil", "electra")))
+
+
+def assert_close(found, wanted) -> None:
+    assert_close_in_norm(found, wanted, 1e-5, dtypes=False)
+
+
+def content(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def encoded(params, inputs, config) -> dict[str, jax.Array]:
+    """Hidden states, zero for padding, and the logits of a head."""
+    tokens, mask = inputs["input_ids"], inputs["attention_mask"]
+    hidden, pooled = bert.apply(params, tokens, config, mask=mask)
+    if "mlm" in params:
+        logits = bert.masked_lm_logits(params, hidden, config)
+    else:
+        states = hidden if pooled is None else pooled
+        logits = states @ params["classifier"]["kernel"] + params["classifier"]["bias"]
+    return without_padding({"hidden": hidden, "logits": logits}, mask)
+
+
+def without_padding(found: dict, mask) -> dict:
+    return {k: a * mask[..., None] if a.ndim == 3 else a for k, a in found.items()}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders(native, name):
+    recorded = RECORDED.arrays(name)
+    config, params = bert_checkpoint.load(DATA / name, dtype="float32")
+    found = jax.jit(encoded, static_argnames="config")(params, recorded["inputs"], config=config)
+    assert_close(found, without_padding(recorded["outputs"], recorded["inputs"]["attention_mask"]))
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_saved_encoders(tmp_path, name):
+    """With ``like``, the files are the same. Without it, the network is."""
+    config, params = bert_checkpoint.load(DATA / name, dtype="float32")
+    bert_checkpoint.save(tmp_path / "like", config, params, like=DATA / name)
+    assert content(tmp_path / "like") == content(DATA / name)
+    saved = safetensors.load_file(tmp_path / "like" / "model.safetensors")
+    wanted = RECORDED.tensors(name)
+    for tensor in wanted:
+        if "position_embeddings" in tensor and name.startswith("roberta"):
+            wanted[tensor][:2] = 0  # rows that no token has
+    assert saved.keys() == wanted.keys()
+    jax.tree.map(np.testing.assert_array_equal, saved, wanted)
+    bert_checkpoint.save(tmp_path / "new", config, params)
+    assert content(tmp_path / "new")["model_type"] == name.split("-")[0].replace("roberta", "bert")
+    again, params_again = bert_checkpoint.load(tmp_path / "new", dtype="float32")
+    assert again == config
+    jax.tree.map(np.testing.assert_array_equal, params_again, params)
