@@ -7,18 +7,19 @@ import numpy as np
 import pytest
 from harness.numerics import assert_close_in_norm
 
-from jax_fastops.models import bert
+from jax_fastops.models import bert, decoder
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
 from harness.recordings import Recordings  # noqa: E402
 
-from jax_fastops.models import bert_checkpoint  # noqa: E402
+from jax_fastops.models import bert_checkpoint, decoder_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 RECORDED = Recordings("types", bert_checkpoint.load, usual="roberta")
 DATA = RECORDED.folder
-ENCODERS = sorted(name for name in RECORDED.names if name.startswith(("r", "distil", "electra")))
+ENCODERS = [name for name in RECORDED.names if name.startswith(("r", "distil", "electra"))]
+DECODERS = [name for name in RECORDED.names if name not in ENCODERS]
 
 
 def assert_close(found, wanted) -> None:
@@ -71,3 +72,49 @@ def test_saved_encoders(tmp_path, name):
     again, params_again = bert_checkpoint.load(tmp_path / "new", dtype="float32")
     assert again == config
     jax.tree.map(np.testing.assert_array_equal, params_again, params)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders(native, name):
+    """Logits, and greedy tokens after prompts with padding on the left."""
+    recorded = RECORDED.arrays(name)
+    tokens, mask = recorded["inputs"]["input_ids"], recorded["inputs"]["mask"]
+    config, params = decoder_checkpoint.load(DATA / name, dtype="float32")
+
+    @jax.jit
+    def outputs(params, tokens):
+        hidden = decoder.apply(params, tokens, config)
+        return decoder.logits(params, hidden, config)
+
+    assert_close(outputs(params, tokens), recorded["outputs"]["logits"])
+    wanted = recorded["outputs"]["generated"]
+    generate = jax.jit(decoder.generate, static_argnames=("config", "length"))
+    found, _ = generate(params, tokens, config, length=wanted.shape[1], mask=mask)
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_saved_decoders(tmp_path, name):
+    """With ``like``, the files are the same. Without it, the network is."""
+    config, params = decoder_checkpoint.load(DATA / name, dtype="float32")
+    decoder_checkpoint.save(tmp_path / "like", config, params, like=DATA / name)
+    assert content(tmp_path / "like") == content(DATA / name)
+    saved = safetensors.load_file(tmp_path / "like" / "model.safetensors")
+    wanted = RECORDED.tensors(name)
+    assert saved.keys() == wanted.keys()
+    assert_close(saved, wanted)
+    decoder_checkpoint.save(tmp_path / "new", config, params)
+    kind = {"phi3": "mistral"}.get(name, name.split("-")[0])
+    assert content(tmp_path / "new")["model_type"] == kind
+    again, params_again = decoder_checkpoint.load(tmp_path / "new", dtype="float32")
+    assert again == config
+    assert_close(params_again, params)
+
+
+@pytest.mark.parametrize("module", [bert_checkpoint, decoder_checkpoint])
+def test_defaults_of_live_transformers(module):
+    """A config.json without a key means what it means in transformers."""
+    auto = pytest.importorskip("transformers").AutoConfig
+    for name in module.TYPES:
+        theirs = auto.for_model(name).to_dict()
+        assert module._config_of({"model_type": name}) == module._config_of(theirs), name

@@ -28,19 +28,19 @@ class Net(nnx.Module):
         )
         for norm in self.norms:
             norm.scale[...] = jnp.linspace(0.5, 1.5, 8)
-            norm.scale.set_metadata(sharding_names=("features",))
+            norm.scale.set_metadata(own="kept")
         self.shared = self.norms[3]
         self.attention = nnx.MultiHeadAttention(
             2, 8, decode=False, normalize_qk=True, dropout_rate=0.0, rngs=rngs
         )
-        self.half = nnx.LayerNorm(8, dtype=jnp.bfloat16, param_dtype=jnp.float16, rngs=rngs)
+        self.half = nnx.LayerNorm(8, param_dtype=jnp.float16, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, x):
         for norm in self.norms:
             x = norm(x) + x
         x = self.dropout(self.attention(self.shared(x)))
-        return x + self.half(x.astype(jnp.bfloat16)).astype(jnp.float32)
+        return x + self.half(x)
 
 
 def trained(model, x):

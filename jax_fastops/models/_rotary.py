@@ -104,7 +104,7 @@ class YarnScaling(NamedTuple):
 Scaling = RopeScaling | LinearScaling | YarnScaling
 
 
-def turns(positions, head_dim: int, theta: float, scaling: Scaling | None, dtype) -> tuple:
+def cos_sin(positions, head_dim: int, theta: float, scaling: Scaling | None, dtype) -> tuple:
     """Cosines and sines ``[..., sequence, head_dim / 2]`` of the rotary embedding."""
     frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     if scaling is not None:

@@ -22,10 +22,11 @@ from typing import Any, Literal, overload
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_fastops.bias_act import ACTIVATIONS
 from jax_fastops.models import bert
 from jax_fastops.models._bert_types import TYPES, ModelType
 from jax_fastops.models._checkpoint import (
+    ACTIVATION_NAMES,
+    ACTIVATION_OF,
     Shardings,
     check_supported,
     check_tensors,
@@ -52,14 +53,6 @@ __all__ = ["load", "save"]
 
 _CHECK = Checks("bert")
 
-# Hugging Face's names, where they differ, and the names that it has for the same function.
-_ACTIVATION_NAMES = {"gelu_exact": "gelu", "gelu": "gelu_new"}
-_ACTIVATIONS = {_ACTIVATION_NAMES.get(name, name): name for name in ACTIVATIONS} | {
-    "gelu_python": "gelu_exact",
-    "gelu_pytorch_tanh": "gelu",
-    "gelu_fast": "gelu",
-    "swish": "silu",
-}
 # Buffers of old checkpoints that only count from 0.
 _IGNORED = ("embeddings.position_ids", "embeddings.token_type_ids")
 _POSITIONS = "embeddings.position_embeddings.weight"
@@ -217,11 +210,11 @@ def _config_of(given: dict, dtype: str = "float32", **options: Any) -> bert.Conf
     if given.get("pruned_heads"):
         raise ValueError(f"bert: {CONFIG} has pruned_heads, which are not supported")
     activation = given.get(kind.activation, "gelu")
-    _CHECK.choice(f"{kind.activation} in {CONFIG}", activation, tuple(_ACTIVATIONS))
+    _CHECK.choice(f"{kind.activation} in {CONFIG}", activation, tuple(ACTIVATION_OF))
     fields = {own: given[name] for own, name in kind.fields.items() if name in given}
     fields["positions"] = fields.get("positions", bert.BASE.positions) - first
     return bert.Config(
-        **fields, **kind.fixed, activation=_ACTIVATIONS[activation], dtype=dtype, **options
+        **fields, **kind.fixed, activation=ACTIVATION_OF[activation], dtype=dtype, **options
     )
 
 
@@ -329,7 +322,7 @@ def _written(config: bert.Config, name: str, first: int = 0) -> dict[str, Any]:
     return {
         **{name: values.get(own, getattr(config, own)) for own, name in kind.fields.items()},
         "model_type": name,
-        kind.activation: _ACTIVATION_NAMES.get(config.activation, config.activation),
+        kind.activation: ACTIVATION_NAMES.get(config.activation, config.activation),
         **kind.supported,
     }
 
