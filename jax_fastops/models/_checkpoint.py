@@ -51,7 +51,7 @@ class Leaf(NamedTuple):
     """The place of a tensor in the parameters."""
 
     path: tuple
-    transposed: bool = False  # PyTorch's products are [out, in]
+    transposed: bool = False  # PyTorch's kernels are [out, in, ...]
     third: int | None = None  # 0, 1, 2: queries, keys, values
     layer: int | None = None  # in a stack of layers
     offset: float = 0.0  # of the parameter from the tensor
@@ -61,7 +61,8 @@ class Leaf(NamedTuple):
         if self.third is not None:
             rows = array.shape[: int(self.transposed)]
             array = array.reshape(*rows, 3, -1)[..., self.third, :]
-        return array.T if self.transposed else array
+        # Of a convolution, the window comes last.
+        return np.moveaxis(array, (-1, -2), (0, 1)) if self.transposed else array
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor, by that of the parameter."""
