@@ -1,5 +1,7 @@
 """Model types of transformers that are configurations of ours, as recorded by record_types.py."""
 
+import dataclasses
+import functools
 import json
 
 import jax
@@ -14,6 +16,7 @@ safetensors = pytest.importorskip("safetensors.numpy")
 from harness.recordings import Recordings  # noqa: E402
 
 from jax_fastops.models import bert_checkpoint, decoder_checkpoint  # noqa: E402
+from jax_fastops.models._parameters import stack  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 RECORDED = Recordings("types", bert_checkpoint.load, usual="roberta")
@@ -23,6 +26,7 @@ DECODERS = [name for name in RECORDED.names if name not in ENCODERS]
 
 
 def assert_close(found, wanted) -> None:
+    """To 1e-5, also for dtypes that differ from those of the recordings."""
     assert_close_in_norm(found, wanted, 1e-5, dtypes=False)
 
 
@@ -91,6 +95,42 @@ def test_decoders(native, name):
     generate = jax.jit(decoder.generate, static_argnames=("config", "length"))
     found, _ = generate(params, tokens, config, length=wanted.shape[1], mask=mask)
     np.testing.assert_array_equal(found, wanted)
+
+
+VARIANTS = {
+    "olmo2": dict(scan=True, remat=True),
+    "gemma3_text": dict(remat=True),
+    "gpt2": dict(scan=True, remat=True),
+    "gpt2-tensor": dict(tensor_parallel=True),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_and_gradients(native, variant):
+    """Losses and gradients, with padding, are those of plain JAX without the options."""
+    name, changes = variant.split("-")[0], VARIANTS[variant]
+    tokens, mask = RECORDED.arrays(name)["inputs"].values()
+
+    @functools.partial(jax.jit, static_argnames=("config", "ops"))
+    def losses(params, config, ops):
+        return jax.value_and_grad(decoder.loss)(params, tokens, config, mask=mask, ops=ops)
+
+    config, params = decoder_checkpoint.load(DATA / name, dtype="float32")
+    loss, wanted = losses(params, config, decoder.PLAIN)
+    if changes.get("scan"):
+        params, wanted = (tree | {"layers": stack(tree["layers"])} for tree in (params, wanted))
+    found = losses(params, dataclasses.replace(config, **changes), decoder.FASTOPS)
+    assert_close(without_zeros(found), without_zeros((loss, wanted)))
+
+
+def without_zeros(gradients):
+    """With ones for the biases of keys, whose gradient is 0 except for rounding."""
+
+    def of(path, leaf):
+        names = [getattr(step, "key", None) for step in path[-2:]]
+        return np.ones(leaf.shape) if names == ["k", "bias"] else leaf
+
+    return jax.tree.map_with_path(of, gradients)
 
 
 @pytest.mark.parametrize("name", DECODERS)

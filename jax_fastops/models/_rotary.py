@@ -31,7 +31,7 @@ class RopeScaling(NamedTuple):
     high_freq_factor: float
     original_positions: int
 
-    def changed(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+    def _changed(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """Other frequencies in place of ``theta**-k``."""
         del theta
         periods = self.original_positions * frequencies / (2 * math.pi)
@@ -53,7 +53,7 @@ class LinearScaling(NamedTuple):
 
     factor: float
 
-    def changed(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+    def _changed(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """Other frequencies in place of ``theta**-k``."""
         del theta
         return frequencies / self.factor
@@ -86,7 +86,7 @@ class YarnScaling(NamedTuple):
     beta_slow: float = 1.0
     truncate: bool = True
 
-    def changed(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+    def _changed(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """Other frequencies in place of ``theta**-k``."""
         size = 2 * len(frequencies)
         low, high = (
@@ -108,7 +108,7 @@ def cos_sin(positions, head_dim: int, theta: float, scaling: Scaling | None, dty
     """Cosines and sines ``[..., sequence, head_dim / 2]`` of the rotary embedding."""
     frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     if scaling is not None:
-        frequencies = scaling.changed(frequencies, theta)
+        frequencies = scaling._changed(frequencies, theta)
     wide = accumulator_dtype(dtype)
     positions = positions[..., None].astype(wide)
     angles = positions * of_rank(jnp.asarray(frequencies, wide), positions.ndim)

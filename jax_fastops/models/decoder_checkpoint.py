@@ -1,6 +1,7 @@
 """Hugging Face's checkpoints of decoders.
 
-The model types are Llama, Mistral, Qwen2, Qwen3, Phi-3, OLMo 2, SmolLM3, Gemma and GPT-2.
+The model types are Llama, Mistral, Qwen 2 and 3, Phi-3, OLMo 2 and 3, SmolLM3, Gemma, Gemma 3 and
+GPT-2.
 
 A checkpoint is a folder with ``config.json`` and ``model.safetensors``::
 
