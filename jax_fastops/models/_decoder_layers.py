@@ -296,7 +296,7 @@ def forward(
     attend_to, cache = _attend(mask, cache, tokens, start)
     for window, local in dict.fromkeys(kinds):
         theta, scaling = config.rope_theta, config.rope_scaling
-        if local:
+        if local and config.local_theta is not None:
             theta, scaling = config.local_theta, None
         angles = None
         if local is not None:

@@ -49,7 +49,7 @@ _FIELDS = FIELDS | {
     "eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
-_MODULES = {
+_MODULES: dict[str, Any] = {
     "embeddings": "model.embed_tokens",
     "layers": {
         "input_norm": "input_layernorm",

@@ -288,11 +288,11 @@ def save(
         content = _written(config, _model_type(config)) | {"pad_token_id": None}
     else:
 
-        def written(given):
+        def written(given: dict) -> dict[str, Any]:
             return given | _written(config, given["model_type"], _first_position(given))
 
         content = written_like("bert", like, config, _config_of, written)
-    kind = TYPES[content["model_type"]]
+    kind = TYPES[str(content["model_type"])]
     _check_mlm(config, kind, "mlm" in params)
     former = content.get("id2label") or ()
     if label_names is None and len(former) == len(labels.get("id2label", ())):

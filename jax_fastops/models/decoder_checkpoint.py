@@ -207,7 +207,7 @@ def _rope_of(given: dict, kind: ModelType) -> dict[str, Any]:
     if name == "default":
         return found
     cls, names = _SCALINGS[name]
-    keys = {field: names.get(field, field) for field in cls._fields}
+    keys = {str(field): str(names.get(field, field)) for field in cls._fields}
     if name == "yarn":
         rope = {"attention_factor": _attention_factor(rope)} | rope
     required = [keys[field] for field in cls._fields if field not in cls._field_defaults]
@@ -311,9 +311,9 @@ def save(
     if like is None:
         written = _written(config, _model_type(config))
         written |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        original = getattr(config.rope_scaling, "original_positions", None)
-        if original is not None:
-            written["max_position_embeddings"] = int(config.rope_scaling.factor * original)
+        scaling = config.rope_scaling
+        if isinstance(scaling, (decoder.RopeScaling, decoder.YarnScaling)):
+            written["max_position_embeddings"] = int(scaling.factor * scaling.original_positions)
     else:
         written = written_like(
             "decoder", like, config, _config_of, lambda given: _over(given, config)
@@ -355,7 +355,7 @@ def _written(config: decoder.Config, name: str) -> dict[str, Any]:
         layers = range(config.layers)
         written["no_rope_layers"] = [int(n not in config.unrotated_layers) for n in layers]
     for rope_type, (cls, names) in _SCALINGS.items():
-        if isinstance(scaling := config.rope_scaling, cls):
+        if isinstance(scaling := config.rope_scaling, cls) and scaling is not None:
             values = {names.get(own, own): value for own, value in scaling._asdict().items()}
             written["rope_scaling"] = {"rope_type": rope_type, **values}
     if "query_pre_attn_scalar" in kind.defaults:
