@@ -158,3 +158,43 @@ def test_defaults_of_live_transformers(module):
     for name in module.TYPES:
         theirs = auto.for_model(name).to_dict()
         assert module._config_of({"model_type": name}) == module._config_of(theirs), name
+
+
+def test_names_of_gpt2(tmp_path):
+    """Files may have no prefix, and old ones have masks."""
+    tensors = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in RECORDED.tensors("gpt2").items()
+    }
+    assert "h.0.attn.c_attn.bias" in tensors
+    tensors["h.0.attn.bias"] = np.ones((1, 1, 24, 24), bool)
+    tensors["h.0.attn.masked_bias"] = np.array(-1e4, np.float32)
+    found = decoder_checkpoint.load(RECORDED.written(tmp_path, tensors, "gpt2"))
+    wanted = decoder_checkpoint.load(DATA / "gpt2")
+    assert found[0] == wanted[0]
+    jax.tree.map(np.testing.assert_array_equal, found[1], wanted[1])
+
+
+def test_errors(tmp_path):
+    with pytest.raises(ValueError, match="'relu', but the head of RobertaForMaskedLM always has"):
+        bert_checkpoint.load(
+            RECORDED.written(tmp_path, RECORDED.tensors("roberta"), "roberta", hidden_act="relu")
+        )
+    with pytest.raises(ValueError, match="scan is True, but full_layers is"):
+        decoder_checkpoint.load(DATA / "gemma3_text", scan=True)
+    config, params = decoder_checkpoint.load(DATA / "gpt2")
+    tokens = np.ones((1, 25), np.int32)
+    with pytest.raises(ValueError, match="the length of tokens is 25, but config has 24 positions"):
+        decoder.apply(params, tokens, config)
+    with pytest.raises(ValueError, match="capacity is 25, but config has 24 positions"):
+        decoder.generate(params, tokens[:, :20], config, length=6)
+    config, params = bert_checkpoint.load(DATA / "distilbert")
+    with pytest.raises(ValueError, match="token_types is given; config has none"):
+        bert.apply(params, tokens[:, :5], config, token_types=tokens[:, :5])
+    for changes, message in (
+        (dict(unrotated_layers=(2,)), "unrotated_layers has 2, but layers is 2"),
+        (dict(norms="post", qk_norm=True, tensor_parallel=True), "tensor_parallel is True, but"),
+        (dict(norms="none"), "norms is 'none'; it must be one of 'pre', 'post', 'both'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(decoder.SMALL, **changes)
