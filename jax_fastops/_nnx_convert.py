@@ -25,7 +25,7 @@ def exchange(
     """
     left = []
     known = False
-    for path, layer in list(nnx.iter_modules(model)):
+    for path, layer in list(nnx.iter_graph(model)):  # leaves, too
         for reason in _exchanged(layer, layers, attention, takes_epsilon):
             known = True
             if reason is not None:

@@ -52,7 +52,8 @@ def trained(model, x):
         return nnx.value_and_grad(lambda model: jnp.sum(jnp.sin(model(x)) ** 2))(model)
 
     loss, gradients = step(model, x)
-    return {"loss": loss, "gradients": gradients, "state": nnx.state(model, nnx.BatchStat)}
+    states = {"gradients": gradients, "statistics": nnx.state(model, nnx.BatchStat)}
+    return {"loss": loss} | {name: nnx.to_pure_dict(state) for name, state in states.items()}
 
 
 def test_equal_before_and_after(native):
