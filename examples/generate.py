@@ -1,4 +1,4 @@
-"""Continues a text by a Llama, Mistral or Qwen of Hugging Face.
+"""Continues a text by a decoder of Hugging Face, such as Llama or Qwen.
 
     pip install '.[train]'
     python examples/generate.py FOLDER "Once upon a time" --length 100 --temperature 0.7
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("folder", type=Path, metavar="FOLDER", help="a Llama, Mistral or Qwen of Hugging Face")
+    add("folder", type=Path, metavar="FOLDER", help="a decoder, such as Llama or Qwen")
     add("prompts", nargs="+", metavar="TEXT", help="texts to continue")
     add("--length", type=loop.positive, default=100, metavar="N", help="new tokens (default: 100)")
     add("--temperature", type=float, default=0.0, metavar="T", help="(default: 0, no sampling)")

@@ -1,6 +1,7 @@
 """Layers for Flax NNX on the kernels: norms and ``Dropout``.
 
-``dot_product_attention`` is for Flax's layer of attention.
+``dot_product_attention`` is for Flax's layer of attention. ``convert`` exchanges the layers of a
+built model.
 
 The classes are subclasses of Flax's. They have the constructor arguments, variables, metadata,
 checkpoints and ``train()``/``eval()`` of the installed version of Flax. They add ``activation=`` to
@@ -33,7 +34,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,8 @@ except ImportError as _error:
         f"({_error}); install it with: pip install 'flax>=0.12'"
     ) from _error
 
+from jax_fastops._nnx_convert import exchange  # needs Flax
+
 __all__ = [
     "BatchNorm",
     "Dropout",
@@ -71,9 +74,11 @@ __all__ = [
     "InstanceNorm",
     "LayerNorm",
     "RMSNorm",
+    "convert",
     "dot_product_attention",
 ]
 
+_Model = TypeVar("_Model", bound=_flax.Module)
 _DTYPES = {"float32", "bfloat16", "float16", "float64"}  # of the ops
 
 
@@ -399,7 +404,7 @@ def _row_operands(layer, x) -> _Operands | None:
     return _operands(layer, x, [], parameters)
 
 
-class _RowNorm:
+class _RowNorm(_flax.Module):  # of one layout in memory with Flax's layers, for `convert`
     """A call of a norm over the last axis."""
 
     @overload
@@ -593,7 +598,7 @@ def _groups_of(layer, shape) -> dict[str, int] | None:
     return dict(num_groups=groups, axis=features[0])
 
 
-class _GroupNorm:
+class _GroupNorm(_flax.Module):  # of one layout in memory with Flax's layers, for `convert`
     """A call of a norm of each sample."""
 
     def __call__(
@@ -817,3 +822,47 @@ def _attention_in_place_of(
         dropout_rate=dropout_rate if drops else 0.0,
     )
     return y.reshape(query.shape)
+
+
+def convert(model: _Model) -> _Model:
+    """Exchanges the layers of a built model for those of this module, in place.
+
+    These are the norms and ``Dropout``, and the function of ``MultiHeadAttention`` if it is Flax's.
+    They keep their options and variables: the ``nnx.Param`` objects, their dtypes and their
+    metadata, such as shardings. The paths of the model's state stay, so that checkpoints and the
+    states of optimizers load as before. Layers that are shared stay shared. ``nnx.clone(model)``
+    makes a copy to convert.
+
+    A call computes what Flax's layer computes, except for rounding, and two differences: the masks
+    of ``Dropout`` are those of :func:`jax_fastops.dropout_mask`; and with
+    :func:`dot_product_attention`, a query that may attend to no key gives 0.
+
+    Layers stay that are of a subclass, or whose options mean that every call would run Flax's code.
+    One ``UserWarning`` names all of them, with the reasons. It is also given for a model that has
+    no layer to exchange.
+
+    Args:
+      model: an ``nnx.Module``, or one of these layers itself.
+
+    Returns:
+      ``model``.
+
+    Raises:
+      TypeError: ``model`` is no ``nnx.Module``.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jax_fastops import nnx as fo_nnx
+      >>> rngs = nnx.Rngs(0)
+      >>> model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.LayerNorm(8, rngs=rngs))
+      >>> model = fo_nnx.convert(model)
+      >>> type(model.layers[1]) is fo_nnx.LayerNorm
+      True
+    """
+    if not isinstance(model, _flax.Module):
+        kind = type(model).__name__
+        raise TypeError(f"convert: model is of type {kind}; it must be a flax.nnx.Module")
+    ours: tuple[type, ...] = (BatchNorm, Dropout, GroupNorm, InstanceNorm, LayerNorm, RMSNorm)
+    layers = {getattr(_flax, layer.__name__): layer for layer in ours}
+    exchange(model, layers, dot_product_attention, _is_epsilon)
+    return model

@@ -31,14 +31,15 @@ def padding(lengths: torch.Tensor, sequence: int) -> torch.Tensor:
 
 
 def save_model(model: torch.nn.Module, folder: Path) -> None:
-    """Writes a checkpoint, and the gradient of each parameter."""
+    """Writes a checkpoint, and the gradients of the parameters if there are any."""
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     config = json.loads((folder / "config.json").read_text())
     del config["transformers_version"]
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    save_file(gradients, folder / "gradients.safetensors")
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if gradients:
+        save_file(gradients, folder / "gradients.safetensors")
 
 
 def save_arrays(folder: Path, **kinds: dict[str, torch.Tensor]) -> None:

@@ -23,10 +23,12 @@ safetensors = pytest.importorskip("safetensors.numpy")
 from harness.recordings import Recordings  # noqa: E402
 
 from jax_fastops.models import bert_checkpoint  # noqa: E402
+from jax_fastops.models._bert_types import TYPES  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 RECORDED = Recordings("bert", bert_checkpoint.load, usual="pretraining")
 DATA, RECORDINGS = RECORDED.folder, RECORDED.names
+TYPE = TYPES["bert"]
 TOLERANCE = 1e-4
 # Recordings are in float32.
 assert_close = functools.partial(assert_close_in_norm, dtypes=False)
@@ -389,17 +391,15 @@ DEFAULTS = bert.Config(
 
 def test_defaults():
     assert bert_checkpoint._config_of({"model_type": "bert"}) == DEFAULTS
-    null = dict.fromkeys(
-        (*bert_checkpoint._FIELDS.values(), *bert_checkpoint._SUPPORTED, "hidden_act")
-    )
+    null = dict.fromkeys((*TYPE.fields.values(), *TYPE.supported, "hidden_act"))
     assert bert_checkpoint._config_of({"model_type": "bert"} | null) == DEFAULTS
 
 
 def test_defaults_of_live_transformers():
     theirs = pytest.importorskip("transformers").BertConfig()
-    for own, name in bert_checkpoint._FIELDS.items():
+    for own, name in TYPE.fields.items():
         assert getattr(theirs, name) == getattr(DEFAULTS, own)
-    for name, value in bert_checkpoint._SUPPORTED.items():
+    for name, value in TYPE.supported.items():
         assert getattr(theirs, name, value) == value  # 5 has no position_embedding_type
     assert theirs.hidden_act == "gelu"
 
@@ -538,7 +538,7 @@ def test_new_head_like(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(model_type="roberta"), "model_type in config.json is 'roberta'"),
+        (dict(model_type="roformer"), "model_type in config.json is 'roformer'"),
         (
             dict(hidden_size=16, max_position_embeddings=9),
             r"like, .*, has other shapes: hidden_size is 16, .* 32; positions is 9, but in config",
@@ -613,7 +613,10 @@ def test_decoder_of_its_own(tmp_path, part):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(model_type="roberta"), "model_type in config.json is 'roberta'; it must be 'bert'"),
+        (
+            dict(model_type="roformer"),
+            "model_type in config.json is 'roformer'; it must be one of 'bert', 'distilbert', ",
+        ),
         (
             dict(position_embedding_type="relative_key"),
             "position_embedding_type in config.json is 'relative_key'; supported is 'absolute'",

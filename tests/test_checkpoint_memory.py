@@ -58,7 +58,7 @@ def written(folder: Path, config: decoder.Config) -> int:
     (folder / "config.json").write_text(json.dumps(checkpoint._written(config, "llama")))
     shapes = decoder.shapes(config)
     found = {}
-    for name, leaf in checkpoint._leaves(config).items():
+    for name, leaf in checkpoint._leaves(config, checkpoint.TYPES["llama"]).items():
         shape = shapes
         for step in leaf.path:
             shape = shape[step]

@@ -27,11 +27,20 @@ BERT = dataclasses.replace(
 CASES = {
     "decoder": (DECODER, dict(stage=2)),
     "decoder-all": (
-        dataclasses.replace(DECODER, scan=True, tied=True),
+        dataclasses.replace(
+            DECODER, scan=True, tied=True, sliding_window=9, local_theta=1e3, scaled_embeddings=True
+        ),
         dict(data=2, stage=2, tensor=2),
     ),
+    "decoder-positions": (
+        dataclasses.replace(DECODER, scan=True, positions=LENGTH, norms="post", qk_norm=True),
+        dict(stage=2),
+    ),
     "bert-uneven": (BERT, dict(data=2, stage=4)),
-    "bert-all": (dataclasses.replace(BERT, scan=True, remat=True), dict(data=2, stage=2, tensor=2)),
+    "bert-all": (
+        dataclasses.replace(BERT, scan=True, remat=True, embedding_size=16),
+        dict(data=2, stage=2, tensor=2),
+    ),
 }
 
 
@@ -128,6 +137,11 @@ def test_dropout():
             dict(config=3),
             TypeError,
             "config is of type int; it must be a Config of bert or decoder",
+        ),
+        (
+            dict(config=dataclasses.replace(DECODER, unrotated_layers=(1,))),
+            ValueError,
+            r"unrotated_layers is \(1,\); the layers of a pipeline are alike",
         ),
         (dict(kind=AxisType.Explicit), ValueError, "all must be Auto"),
         (dict(stages=3), ValueError, "params.*must be"),

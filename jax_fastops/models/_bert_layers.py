@@ -42,7 +42,8 @@ class Config:
       heads: the number of attention heads, which divides ``hidden_size``.
       intermediate_size: the number of features inside the feed-forward.
       positions: the longest sequence.
-      token_types: the number of token types, such as first and second sentence.
+      token_types: the number of token types, such as first and second sentence. ``None``: none, as
+        in DistilBERT.
       activation: of the feed-forward: ``"gelu_exact"`` (by erf; Hugging Face's ``"gelu"``),
         ``"gelu"`` (by tanh; Hugging Face's ``"gelu_new"``), or another one of
         :func:`~jax_fastops.bias_act`.
@@ -69,6 +70,9 @@ class Config:
       scan: whether the layers are one ``jax.lax.scan``. The program's size and compilation time
         then do not grow with ``layers``.
       init_range: the standard deviation of a new network's kernels and embeddings.
+      pooler_activation: of the pooler: ``"tanh"``, or one of :func:`~jax_fastops.bias_act`.
+      embedding_size: the number of features of the embeddings, which a product maps to
+        ``hidden_size``, as in ELECTRA. ``None``: ``hidden_size``, without a product.
 
     Example:
       >>> bert.Config(hidden_size=1024, heads=16, layers=24).positions
@@ -81,7 +85,7 @@ class Config:
     heads: int = 12
     intermediate_size: int = 3072
     positions: int = 512
-    token_types: int = 2
+    token_types: int | None = 2
     activation: str = "gelu_exact"
     eps: float = 1e-12
     dropout: float = 0.1
@@ -93,15 +97,20 @@ class Config:
     remat_every: int | None = None
     scan: bool = False
     init_range: float = 0.02
+    pooler_activation: str = "tanh"
+    embedding_size: int | None = None
 
     def __post_init__(self) -> None:
         _CHECK.fields(self)
+        if self.embedding_size == self.hidden_size:
+            object.__setattr__(self, "embedding_size", None)
         if self.hidden_size % self.heads:
             raise ValueError(
                 f"bert: heads is {self.heads}, which does not divide hidden_size, "
                 f"{self.hidden_size}"
             )
         _CHECK.choice("activation", self.activation, tuple(ACTIVATIONS))
+        _CHECK.choice("pooler_activation", self.pooler_activation, ("tanh", *ACTIVATIONS))
         _CHECK.choice("attention", self.attention, ATTENTIONS)
         for name in ("dropout", "attention_dropout"):
             rate = getattr(self, name)
@@ -146,10 +155,15 @@ _KEEP = jax.checkpoint_policies.save_from_both_policies(
 
 
 def embed(params: dict, tokens, config: Config, token_types, positions, key, ops: Ops):
-    """The input of the first layer: embeddings, layer norm, dropout."""
+    """The input of the first layer: embeddings, layer norm, dropout, product."""
     x = _embeddings(params, tokens, config, token_types, positions, ops)
     x = ops.layer_norm(x, params["norm"]["scale"], params["norm"]["bias"], eps=config.eps)
-    return x if key is None or config.dropout == 0 else ops.dropout(x, key, config.dropout)
+    if key is not None and config.dropout > 0:
+        x = ops.dropout(x, key, config.dropout)
+    if config.embedding_size is None:
+        return x
+    product = params["projection"]
+    return biased(dot(x, product["kernel"].astype(x.dtype)), product["bias"])
 
 
 def _embeddings(params: dict, tokens, config: Config, token_types, positions, ops: Ops):
@@ -158,6 +172,8 @@ def _embeddings(params: dict, tokens, config: Config, token_types, positions, op
     x = rows(params["word"], tokens).astype(accumulator_dtype(config.dtype))
     table = params["position"]
     x = biased(x, table[: tokens.shape[1]] if positions is None else rows(table, positions))
+    if config.token_types is None:
+        return x.astype(config.dtype)
     table = params["token_type"]
     if token_types is None:
         x = biased(x, table[0])
@@ -170,7 +186,7 @@ def _embeddings(params: dict, tokens, config: Config, token_types, positions, op
     return x.astype(config.dtype)
 
 
-def pool(params: dict, x, mask):
+def pool(params: dict, x, config: Config, mask):
     """The pooler's output for the first token, or for that of each segment."""
     equation, first, exists = "be,ef->bf", None, None
     if not isinstance(mask, Segments):
@@ -180,7 +196,9 @@ def pool(params: dict, x, mask):
     else:
         equation, (first, exists) = "bse,ef->bsf", mask.first_tokens(x)
     y = wide_product(equation, first, params["kernel"])
-    y = jnp.tanh(biased(y, params["bias"])).astype(x.dtype)
+    own = config.pooler_activation
+    activation = jnp.tanh if own == "tanh" else ACTIVATIONS[own]
+    y = activation(biased(y, params["bias"])).astype(x.dtype)
     return y if exists is None else jnp.where(exists[..., None], y, jnp.zeros_like(y))
 
 

@@ -5,7 +5,7 @@ Messages begin with the model's name.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jax_fastops.bias_act import ACTIVATIONS
 from jax_fastops.models._checkpoint_files import (
     CONFIG,
     DTYPES,
@@ -32,6 +33,14 @@ FIELDS = {
     "intermediate_size": "intermediate_size",
     "init_range": "initializer_range",
 }
+# Hugging Face's names of activations, where they differ, and the names for the same function.
+ACTIVATION_NAMES = {"gelu_exact": "gelu", "gelu": "gelu_new"}
+ACTIVATION_OF = {ACTIVATION_NAMES.get(name, name): name for name in ACTIVATIONS} | {
+    "gelu_python": "gelu_exact",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "swish": "silu",
+}
 # Fields of a Config that are not part of the network.
 _OWN = ("dtype", "attention", "tensor_parallel", "remat", "remat_every", "scan")
 
@@ -42,16 +51,18 @@ class Leaf(NamedTuple):
     """The place of a tensor in the parameters."""
 
     path: tuple
-    transposed: bool = False  # PyTorch's products are [out, in]
+    transposed: bool = False  # PyTorch's kernels are [out, in, ...]
     third: int | None = None  # 0, 1, 2: queries, keys, values
     layer: int | None = None  # in a stack of layers
+    offset: float = 0.0  # of the parameter from the tensor
 
     def view(self, array: Any) -> Any:
         """The part of a parameter (of one layer) that is the tensor, in the tensor's order."""
         if self.third is not None:
             rows = array.shape[: int(self.transposed)]
             array = array.reshape(*rows, 3, -1)[..., self.third, :]
-        return array.T if self.transposed else array
+        # Of a convolution, the window comes last.
+        return np.moveaxis(array, (-1, -2), (0, 1)) if self.transposed else array
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor, by that of the parameter."""
@@ -64,7 +75,14 @@ def keys_of(path: tuple) -> tuple:
     return tuple(step.idx if hasattr(step, "idx") else step.key for step in path)
 
 
-def leaves_of(tree: Any, modules: dict[str, Any], layer_module: str) -> dict[str, Leaf]:
+def leaves_of(
+    tree: Any,
+    modules: dict[str, Any],
+    layer_module: str,
+    *,
+    transposed: bool = True,
+    unit_offset: bool = False,
+) -> dict[str, Leaf]:
     """The tensors of parameters by their names.
 
     Args:
@@ -72,6 +90,8 @@ def leaves_of(tree: Any, modules: dict[str, Any], layer_module: str) -> dict[str
       modules: PyTorch's module of each product, norm and table, in a tree like the parameters. One
         layer stands for all. Three modules have the thirds of one product.
       layer_module: the module of all layers, which are its modules ``0``, ``1`` and so on.
+      transposed: whether kernels are [out, in].
+      unit_offset: whether scales are stored less 1.
     """
     leaves: dict[str, Leaf] = {}
     for tree_path, leaf in jax.tree.leaves_with_path(tree):
@@ -91,16 +111,59 @@ def leaves_of(tree: Any, modules: dict[str, Any], layer_module: str) -> dict[str
             for index, name in enumerate(own):
                 third = index if len(own) == 3 else None
                 tensor = f"{prefix}{name}.{kind}"
-                leaves[tensor] = Leaf(path, path[-1] == "kernel", third, layer)
+                turned = transposed and path[-1] == "kernel"
+                offset = float(unit_offset and path[-1] == "scale")
+                leaves[tensor] = Leaf(path, turned, third, layer, offset)
     return leaves
+
+
+def tensor_shapes(leaves: dict[str, Leaf], tree: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors, by those of the parameters."""
+    own = {keys_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}
+    return {name: leaf.tensor_shape(own[leaf.path]) for name, leaf in leaves.items()}
+
+
+Packed: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def _parts_of(names: Iterable[str], packed: Packed) -> Iterator[tuple[str, list[str]]]:
+    """The names of packed tensors, and those of their parts, by all names of the latter."""
+    for whole, parts in packed:
+        for name in names:
+            if f".{parts[0]}." in name:
+                yield name.replace(parts[0], whole), [name.replace(parts[0], p) for p in parts]
+
+
+def unpacked(
+    tensors: dict[str, Stored], shapes: dict[str, tuple[int, ...]], packed: Packed, axis: int
+) -> dict[str, Stored]:
+    """The tensors with the parts of packed ones, along an axis, in place of these."""
+    tensors = dict(tensors)
+    for whole, parts in _parts_of(shapes, packed):
+        counts = [shapes[part][axis] for part in parts]
+        if whole in tensors and tensors[whole].shape[axis] == sum(counts):
+            stored, start = tensors.pop(whole), 0
+            for part, count in zip(parts, counts, strict=True):
+                tensors[part] = stored.part(start, count, axis)
+                start += count
+    return tensors
+
+
+def packed_tensors(
+    tensors: dict[str, np.ndarray], packed: Packed, axis: int
+) -> dict[str, np.ndarray]:
+    """The inverse of :func:`unpacked`, of arrays."""
+    tensors = dict(tensors)
+    for whole, parts in _parts_of(list(tensors), packed):
+        tensors[whole] = np.concatenate([tensors.pop(part) for part in parts], axis)
+    return tensors
 
 
 def check_tensors(
     model: str, tensors: dict[str, Stored], leaves: dict[str, Leaf], tree: Any, remedy: str = ""
 ) -> None:
     """The tensors have the names and shapes of the leaves. The remedy is for names not known."""
-    own = {keys_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}
-    shapes = {name: leaf.tensor_shape(own[leaf.path]) for name, leaf in leaves.items()}
+    shapes = tensor_shapes(leaves, tree)
     missing = sorted(set(shapes) - set(tensors))
     unknown = sorted(set(tensors) - set(shapes))
     others = [
@@ -154,10 +217,12 @@ def read_params(
     def take(opened: Any, stored: Stored, leaf: Leaf) -> None:
         path, shape = leaf.path, shapes[leaf.path]
         own = shape if leaf.layer is None else shape[1:]
-        array, thirds = unfinished.pop(path, None) or (np.empty(own, dtype), 0)
+        # Near 1, a narrow dtype has fewer digits than near 0.
+        own_dtype = np.promote_types(dtype, np.float32) if leaf.offset else dtype
+        array, thirds = unfinished.pop(path, None) or (np.empty(own, own_dtype), 0)
         part = leaf.view(array)
         for rows, block in blocks(opened, stored):
-            part[rows] = block
+            part[rows] = block.astype(own_dtype) + leaf.offset if leaf.offset else block
         if leaf.third is not None and thirds < 2:
             unfinished[path] = array, thirds + 1
             return
@@ -166,7 +231,7 @@ def read_params(
         else:
             stack = params.pop(path, None)
             if stack is None:
-                stack = jnp.zeros(shape, dtype, device=shardings[path])
+                stack = jnp.zeros(shape, own_dtype, device=shardings[path])
             params[path] = _with_layer(stack, array, leaf.layer, shardings[path])
         # So that arrays do not gather on the host while they wait for their transfer.
         params[path].block_until_ready()
@@ -235,7 +300,8 @@ def tensors_of(params: Any, leaves: dict[str, Leaf]) -> dict[str, np.ndarray]:
     for name, leaf in leaves.items():
         array = arrays[leaf.path]
         array = array if leaf.layer is None else array[leaf.layer]
-        tensors[name] = np.ascontiguousarray(leaf.view(array))
+        view = leaf.view(array)
+        tensors[name] = np.ascontiguousarray(view - leaf.offset if leaf.offset else view)
     return tensors
 
 

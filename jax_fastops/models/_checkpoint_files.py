@@ -62,12 +62,21 @@ def read_json(model: str, path: Path) -> dict[str, Any]:
 
 
 class Stored(NamedTuple):
-    """A tensor in a file."""
+    """A tensor in a file, or a part of it."""
 
     file: Path
     name: str
     dtype: str  # one of DTYPES
     shape: tuple[int, ...]
+    start: tuple[int, ...] = ()  # of the part. By default, it is the whole tensor.
+
+    def part(self, start: int, count: int, axis: int = 0) -> "Stored":
+        """The part with some of the indices of an axis."""
+        starts = list(self.start or (0,) * len(self.shape))
+        shape = list(self.shape)
+        starts[axis] += start
+        shape[axis] = count
+        return self._replace(shape=tuple(shape), start=tuple(starts))
 
 
 def find_tensors(model: str, path: Path, ignored: tuple[str, ...] = ()) -> dict[str, Stored]:
@@ -125,10 +134,12 @@ def read_tensor(model: str, stored: Stored) -> np.ndarray:
 def blocks(opened: Any, stored: Stored) -> Iterator[tuple[slice, np.ndarray]]:
     """The rows of a tensor, some at a time."""
     tensor, (count, *rest) = opened.get_slice(stored.name), stored.shape
+    first, *others = stored.start or (0,) * len(stored.shape)
+    whole = tuple(slice(start, start + size) for start, size in zip(others, rest, strict=True))
     step = max(1, _BLOCK // max(1, int(np.prod(rest))))
     for start in range(0, count, step):
-        rows = slice(start, min(start + step, count))
-        yield rows, tensor[rows]
+        end = min(start + step, count)
+        yield slice(start, end), tensor[(slice(first + start, first + end), *whole)]
 
 
 def same_tensors(model: str, a: Stored, b: Stored) -> bool:

@@ -3,54 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
+import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jax_fastops.bias_act import ACTIVATIONS
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._layers import in_turn
 from jax_fastops.models._parameters import cast_kernels
 from jax_fastops.models._plain import rotated
 from jax_fastops.models._products import (
     ATTENTIONS,
-    accumulator_dtype,
     biased,
     dot,
     jax_attention,
     of_rank,
     take_rows,
 )
+from jax_fastops.models._rotary import Scaling, cos_sin
 from jax_fastops.models._segments import Segments
 from jax_fastops.models._sharding import explicit_spec, split_last, whole
 
 _CHECK = Checks("decoder")
 
 _JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-
-
-class RopeScaling(NamedTuple):
-    """The change of rotary frequencies in Llama 3, for sequences longer than those of pretraining.
-
-    Attributes:
-      factor: by which low frequencies are divided.
-      low_freq_factor: a frequency with fewer periods than this in ``original_positions`` is low.
-      high_freq_factor: a frequency with more periods than this stays. Between the two, frequencies
-        are interpolated.
-      original_positions: the longest sequence of the pretraining.
-
-    Example:
-      >>> decoder.LLAMA_1B.rope_scaling.factor
-      32.0
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_positions: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +46,14 @@ class Config:
       head_dim: the number of features of a head, an even number.
       intermediate_size: the number of features inside the feed-forward.
       rope_theta: the base of the rotary frequencies.
-      rope_scaling: a :class:`RopeScaling`, or ``None``.
-      eps: added to mean squares.
+      rope_scaling: a :class:`RopeScaling`, :class:`LinearScaling` or :class:`YarnScaling`, or
+        ``None``.
+      eps: added to mean squares, or to variances.
       tied: whether the head is the table of the embeddings.
       qkv_bias: whether queries, keys and values have biases, as in Qwen2.
       output_bias: whether the output of the attention has a bias.
-      qk_norm: whether queries and keys go through an RMS norm of each head, as in Qwen3.
+      qk_norm: whether queries and keys go through an RMS norm of each head, as in Qwen3; with
+        ``norms="post"``, of all heads together, as in OLMo 2.
       sliding_window: the number of tokens to which a token attends, including itself. ``None``: all
         tokens up to itself.
       dtype: of products and activations: ``"bfloat16"``, ``"float16"``, ``"float32"`` or
@@ -87,8 +69,20 @@ class Config:
         layers, and keeps only the input of each group. ``remat`` is about each layer inside of a
         group: with both, a layer is computed up to three times.
       scan: whether the layers are one ``jax.lax.scan``. The program's size and compilation time
-        then do not grow with ``layers``, and ``params["layers"]`` has stacked arrays.
+        then do not grow with ``layers``, and ``params["layers"]`` has stacked arrays. All layers
+        must be alike: it takes no ``full_layers`` and no ``unrotated_layers``.
       init_range: the standard deviation of a new network's kernels and embeddings.
+      norms: where a layer has norms: ``"pre"``, before attention and feed-forward, as in Llama;
+        ``"post"``, after them and before the residual is added, as in OLMo 2; or ``"both"``, as in
+        Gemma 3.
+      activation: of the feed-forward, one of :func:`~jax_fastops.bias_act`.
+      full_layers: the indices of the layers without the sliding window.
+      unrotated_layers: the indices of the layers without a rotary embedding, as in SmolLM3.
+      local_theta: the base of the rotary frequencies in layers with the sliding window, which have
+        no ``rope_scaling`` then, as in Gemma 3. ``None``: as in the others.
+      scaled_embeddings: whether embeddings are multiplied by the root of ``hidden_size``.
+      positions: the number of learned positions, as in GPT-2. They replace the rotary embedding;
+        norms are layer norms, and the feed-forward is not gated and has biases. ``None``: none.
 
     Example:
       >>> decoder.Config(heads=16, kv_heads=4).hidden_size
@@ -103,7 +97,7 @@ class Config:
     head_dim: int = 64
     intermediate_size: int = 8192
     rope_theta: float = 500000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Scaling | None = None
     eps: float = 1e-5
     tied: bool = False
     qkv_bias: bool = False
@@ -117,6 +111,13 @@ class Config:
     remat_every: int | None = None
     scan: bool = False
     init_range: float = 0.02
+    norms: str = "pre"
+    activation: str = "silu"
+    full_layers: tuple[int, ...] = ()
+    unrotated_layers: tuple[int, ...] = ()
+    local_theta: float | None = None
+    scaled_embeddings: bool = False
+    positions: int | None = None
 
     def __post_init__(self) -> None:
         _CHECK.fields(self)
@@ -126,10 +127,49 @@ class Config:
             )
         if self.head_dim % 2:
             raise ValueError(f"decoder: head_dim is {self.head_dim}; it must be even")
+        for name in ("full_layers", "unrotated_layers"):
+            self._check_layers(name)
+        if self.local_theta is not None:
+            theta = _CHECK.number("local_theta", self.local_theta)
+            object.__setattr__(self, "local_theta", theta)
+            _CHECK.finite(local_theta=theta)
         _CHECK.choice("attention", self.attention, ATTENTIONS)
+        _CHECK.choice("norms", self.norms, ("pre", "post", "both"))
+        _CHECK.choice("activation", self.activation, tuple(ACTIVATIONS))
         _CHECK.finite(rope_theta=self.rope_theta, eps=self.eps, init_range=self.init_range)
-        kinds = (RopeScaling, type(None))
-        _CHECK.type("rope_scaling", self.rope_scaling, kinds, "a RopeScaling or None")
+        kinds = (*typing.get_args(Scaling), type(None))
+        accepted = "a RopeScaling, a LinearScaling, a YarnScaling or None"
+        _CHECK.type("rope_scaling", self.rope_scaling, kinds, accepted)
+        if self.tensor_parallel and self.qk_norm and self.norms == "post":
+            raise ValueError(
+                "decoder: tensor_parallel is True, but the norms of all queries and all keys "
+                "(qk_norm with norms='post') need whole rows"
+            )
+
+    def _check_layers(self, name: str) -> None:
+        """Checks indices of layers, and gives them in order and without the default."""
+        given = getattr(self, name)
+        _CHECK.type(name, given, (tuple, list), "a tuple of integers")
+        layers = tuple(sorted({_CHECK.integer(name, layer, 0) for layer in given}))
+        if layers and layers[-1] >= self.layers:
+            raise ValueError(f"decoder: {name} has {layers[-1]}, but layers is {self.layers}")
+        if name == "full_layers" and self.sliding_window is None:
+            layers = ()
+        if layers and self.scan:
+            raise ValueError(
+                f"decoder: scan is True, but {name} is {layers}; the layers of a scan are alike"
+            )
+        object.__setattr__(self, name, layers)
+
+    def _kind(self, layer: int) -> tuple[int | None, bool | None]:
+        """The sliding window of a layer, and whether its rotary embedding is the local one.
+
+        The latter is ``None`` without a rotary embedding.
+        """
+        window = None if layer in self.full_layers else self.sliding_window
+        if self.positions is not None or layer in self.unrotated_layers:
+            return window, None
+        return window, window is not None and self.local_theta is not None
 
 
 class Ops(NamedTuple):
@@ -150,6 +190,9 @@ class Ops(NamedTuple):
     attention: Callable
     linear_cross_entropy: Callable
     take: Callable
+    layer_norm: Callable
+    residual_layer_norm: Callable
+    bias_act: Callable
 
 
 class Cache(NamedTuple):
@@ -186,6 +229,7 @@ def init_cache(config: Config, batch: int, capacity: int) -> Cache:
       4
     """
     shape = (batch, capacity, config.kv_heads, config.head_dim)
+    check_length("capacity", capacity, config)
 
     def zeros():
         if config.scan:
@@ -196,6 +240,14 @@ def init_cache(config: Config, batch: int, capacity: int) -> Cache:
     return Cache(zeros(), zeros(), jnp.zeros((batch, capacity), bool), 0)
 
 
+def check_length(name: str, length: int, config: Config) -> None:
+    """There are learned positions for so many tokens, if any."""
+    if config.positions is not None and length > config.positions:
+        raise ValueError(
+            f"decoder: {name} is {length}, but config has {config.positions} positions"
+        )
+
+
 def prepared(params: dict, config: Config) -> dict:
     """Casts the kernels to the dtype of the products, and joins those with the same input."""
 
@@ -204,6 +256,8 @@ def prepared(params: dict, config: Config) -> dict:
         if config.tensor_parallel:
             return layer
         for name, parts in _JOINED.items():
+            if parts[0] not in layer:
+                continue
             own = [layer.pop(part) for part in parts]
             layer[name] = jax.tree.map(lambda *a: jnp.concatenate(a, axis=-1), *own)
         return layer
@@ -231,25 +285,23 @@ def forward(
     params: dict, tokens, config: Config, positions, mask, cache, ops: Ops
 ) -> tuple[Any, Any]:
     """``decoder.apply`` with the parameters of :func:`prepared`. ``mask`` may be ``Segments``."""
-    turns, attend, cache = surroundings(positions, mask, cache, tokens, config)
-    x = take_rows(params["embeddings"], tokens, config, ops).astype(config.dtype)
+    positions = places(positions, mask, cache, tokens, config)
+    x = embed(params, tokens, positions, config, ops)
+    around, cache = surroundings(positions, mask, cache, tokens, config)
+    # Otherwise, the two parts of a layer's result go to the next layer, whose norm adds them up.
+    summed = config.scan or config.remat or config.remat_every is not None
+    functions = {
+        kind: jax.tree_util.Partial(layer_function(config, *own, ops, summed))
+        for kind, own in around.items()
+    }
+    kinds = [functions[config._kind(layer)] for layer in range(config.layers)]
     cached: Any = None if cache is None else (cache.keys, cache.values)
-    each: Any = params["layers"], cached
+    each: Any = params["layers"], cached, kinds[0]
     if not config.scan:
         cached = [None] * config.layers if cached is None else zip(*cached, strict=True)
-        each = list(zip(params["layers"], cached, strict=True))
-    residual = None
-    if config.scan or config.remat or config.remat_every is not None:
-        x, cached = in_turn(layer_function(config, turns, attend, ops), x, each, config)
-    else:  # the two parts of a layer's result go to the next layer, whose norm adds them up
-
-        def layer(parts, each):
-            x, residual = parts
-            *parts, cached = _layer(each[0], x, residual, each[1], config, turns, attend, ops)
-            return parts, cached
-
-        (x, residual), cached = in_turn(layer, (x, None), each, config)
-    hidden = last_norm(params, x, residual, config, ops)
+        each = list(zip(params["layers"], cached, kinds, strict=True))
+    x, cached = in_turn(lambda x, one: one[2](x, one[:2]), x, each, config)
+    hidden = last_norm(params, x, config, ops)
     if cache is None:
         return hidden, None
     keys, values = cached if config.scan else map(list, zip(*cached, strict=True))
@@ -257,37 +309,84 @@ def forward(
     return hidden, cache._replace(keys=keys, values=values, length=length)
 
 
-def last_norm(params: dict, x, residual, config: Config, ops: Ops):
-    """The norm after the layers, of ``x`` or of its sum with ``residual``."""
+def embed(params: dict, tokens, positions, config: Config, ops: Ops):
+    """The input of the first layer."""
+    x = take_rows(params["embeddings"], tokens, config, ops).astype(config.dtype)
+    if config.scaled_embeddings:
+        x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
+    if config.positions is not None:
+        x = biased(x, take_rows(params["positions"], positions, config, ops))
+    return x
+
+
+def last_norm(params: dict, x, config: Config, ops: Ops):
+    """The norm after the layers, of an array or of the sum of a pair."""
+    x, residual = x if isinstance(x, tuple) else (x, None)
     return _norm(params["norm"], x, residual, config, ops)[0]
 
 
-def surroundings(positions, mask, cache, tokens, config: Config) -> tuple[Any, _Attend, Any]:
-    """The rotary turns of tokens, what they attend to, and the cache with their mask.
+def surroundings(
+    positions, mask, cache, tokens, config: Config
+) -> tuple[dict[Any, tuple[Any, _Attend]], Any]:
+    """By the kind of layer, the rotary turns of tokens and what they attend to; and the cache.
 
-    Of ``tokens``, only the batch and the sequence matter.
+    The cache has their mask. Of ``tokens``, only the batch and the sequence matter.
     """
-    start = 0 if cache is None else cache.length
-    if positions is None and isinstance(mask, Segments):
-        positions = mask.positions()
-    elif positions is None:
-        positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    angles = _angles(positions, config)
-    return (jnp.cos(angles), jnp.sin(angles)), *_attend(mask, cache, tokens, start, config)
+    attend, cache = _attend(mask, cache, tokens, 0 if cache is None else cache.length)
+    around: dict[Any, tuple[Any, _Attend]] = {}
+    for window, local in dict.fromkeys(map(config._kind, range(config.layers))):
+        theta, scaling = config.rope_theta, config.rope_scaling
+        if local and config.local_theta is not None:
+            theta, scaling = config.local_theta, None
+        turns = None
+        if local is not None:
+            turns = cos_sin(positions, config.head_dim, theta, scaling, config.dtype)
+        around[window, local] = turns, attend(window)
+    return around, cache
 
 
-def layer_function(config: Config, turns, attend: _Attend, ops: Ops) -> Callable:
-    """A layer, as :func:`in_turn` takes it, of its parameters and its part of the cache."""
+def layer_function(config: Config, turns, attend: _Attend, ops: Ops, summed: bool) -> Callable:
+    """A layer, as :func:`in_turn` takes it, of its parameters and its part of the cache.
+
+    Its result is a pair if it is not ``summed``, and ``x`` may be one.
+    """
 
     def layer(x, each):
-        branch, x, cached = _layer(each[0], x, None, each[1], config, turns, attend, ops)
-        return x + branch, cached
+        x, residual = x if isinstance(x, tuple) else (x, None)
+        branch, x, cached = _layer(each[0], x, residual, each[1], config, turns, attend, ops)
+        return (x + branch if summed else (branch, x)), cached
 
     return jax.checkpoint(layer, prevent_cse=not config.scan) if config.remat else layer
 
 
-def _attend(mask, cache, tokens, start, config: Config) -> tuple[_Attend, Cache | None]:
-    """What new tokens attend to, and the cache with their mask."""
+def places(positions, mask, cache, tokens, config: Config):
+    """The positions of tokens, of which only the sequence matters: those given, or the default."""
+    if positions is not None:
+        return positions
+    if isinstance(mask, Segments):
+        return mask.positions()
+    if config.positions is None:
+        start = 0 if cache is None else cache.length
+        return start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    if cache is None:
+        check_length("the length of tokens", tokens.shape[1], config)
+    return _counted(tokens, mask, cache)
+
+
+def _counted(tokens, mask, cache):
+    """Positions ``[sequence]`` or ``[batch, sequence]`` that count tokens, and not padding."""
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    if mask is not None:
+        positions = jnp.maximum(jnp.cumsum(whole(mask, 1), axis=1, dtype=jnp.int32) - 1, 0)
+    if cache is None or (isinstance(cache.length, int) and cache.length == 0):
+        return positions
+    before = jnp.arange(cache.mask.shape[1], dtype=jnp.int32) < cache.length
+    before = jnp.sum(cache.mask & before[None], axis=1, dtype=jnp.int32)
+    return before[:, None] + of_rank(positions, 2)
+
+
+def _attend(mask, cache, tokens, start) -> tuple[Callable[[int | None], _Attend], Cache | None]:
+    """What new tokens attend to, by the sliding window; and the cache with their mask."""
     count = tokens.shape[1]
     segments: dict[str, Any] = {}
     if isinstance(mask, Segments):
@@ -297,25 +396,28 @@ def _attend(mask, cache, tokens, start, config: Config) -> tuple[_Attend, Cache 
     if cache is not None:
         new = whole(jnp.ones_like(tokens, bool), 1) if mask is None else mask
         cache = cache._replace(mask=_written(cache.mask, new, start))
-    window = config.sliding_window
-    attend = _Attend(
-        mask=None if mask is None else mask[:, None, None, :],
-        rules=dict(
-            is_causal=True,
-            local_window_size=None if window is None else (window - 1, 0),
-            **segments,
-        ),
-        start=start,
-    )
-    if attend.fresh or cache is None:
-        return attend, cache
-    query = start + jnp.arange(count, dtype=jnp.int32)[:, None]
-    key = jnp.arange(cache.mask.shape[1], dtype=jnp.int32)[None]
-    where = key <= query
-    if window is not None:
-        where &= key > query - window
-    where = where[None] & cache.mask[:, None, :]
-    return _Attend(where[:, None], {}, start), cache
+
+    def attend(window: int | None) -> _Attend:
+        own = _Attend(
+            mask=None if mask is None else mask[:, None, None, :],
+            rules=dict(
+                is_causal=True,
+                local_window_size=None if window is None else (window - 1, 0),
+                **segments,
+            ),
+            start=start,
+        )
+        if own.fresh or cache is None:
+            return own
+        query = start + jnp.arange(count, dtype=jnp.int32)[:, None]
+        key = jnp.arange(cache.mask.shape[1], dtype=jnp.int32)[None]
+        where = key <= query
+        if window is not None:
+            where &= key > query - window
+        where = where[None] & cache.mask[:, None, :]
+        return _Attend(where[:, None], {}, start)
+
+    return attend, cache
 
 
 def _written(cached, new, start):
@@ -330,26 +432,38 @@ def _layer(params: dict, x, residual, cached, config: Config, turns, attend: _At
 
     Returns the two parts of the layer's result, so that the next norm can add them up.
     """
-    y, x = _norm(params["input_norm"], x, residual, config, ops)
+    y, x = _norm(params.get("input_norm"), x, residual, config, ops)
     y, cached = _attention(params, y, cached, config, turns, attend, ops)
     y = dot(y, params["output"]["kernel"])
-    y, x = ops.residual_rms_norm(
-        y,
-        x,
-        params["norm"]["scale"],
-        input_bias=params["output"].get("bias"),
-        eps=config.eps,
-        return_sum=True,
-    )
-    y = ops.gated_act(*_products(params, "gate_up", y))
-    return dot(y, params["down"]["kernel"]), x, cached
+    bias = params["output"].get("bias")
+    if "output_norm" in params:
+        y = y if bias is None else biased(y, bias)
+        (y, _), bias = _norm(params["output_norm"], y, None, config, ops), None
+    y, x = _norm(params.get("norm"), y, x, config, ops, bias)
+    if config.positions is None:
+        y = ops.gated_act(*_products(params, "gate_up", y), activation=config.activation)
+        y = dot(y, params["down"]["kernel"])
+    else:
+        y = dot(y, params["up"]["kernel"])
+        y = ops.bias_act(y, params["up"]["bias"], activation=config.activation)
+        y = biased(dot(y, params["down"]["kernel"]), params["down"]["bias"])
+    if "down_norm" in params:
+        y, _ = _norm(params["down_norm"], y, None, config, ops)
+    return y, x, cached
 
 
-def _norm(params: dict, x, residual, config: Config, ops: Ops) -> tuple:
-    """The RMS norm of the sum, and the sum."""
+def _norm(params: dict | None, x, residual, config: Config, ops: Ops, input_bias=None) -> tuple:
+    """The norm of the sum, and the sum. Without parameters, twice the sum."""
+    if params is None:
+        x = x if input_bias is None else biased(x, input_bias)
+        total = x if residual is None else x + residual
+        return total, total
+    kind = "layer_norm" if "bias" in params else "rms_norm"
+    values = [params[name] for name in ("scale", "bias") if name in params]
     if residual is None:
-        return ops.rms_norm(x, params["scale"], eps=config.eps), x
-    return ops.residual_rms_norm(x, residual, params["scale"], eps=config.eps, return_sum=True)
+        return getattr(ops, kind)(x, *values, eps=config.eps), x
+    norm = getattr(ops, f"residual_{kind}")
+    return norm(x, residual, *values, input_bias=input_bias, eps=config.eps, return_sum=True)
 
 
 def _products(params: dict, name: str, x) -> list:
@@ -377,7 +491,8 @@ def _attention(params: dict, x, cached, config: Config, turns, attend: _Attend, 
 def _heads(params: dict, x, config: Config, turns, ops: Ops):
     """Queries, keys and values ``[batch, sequence, heads, head_dim]`` of normalized features."""
     scales = [params[f"{n}_norm"]["scale"] if config.qk_norm else None for n in "qk"]
-    if "qkv" in params:
+    together = config.qk_norm and config.norms == "post"
+    if "qkv" in params and not together:
         return ops.split_qkv_heads(
             dot(x, params["qkv"]["kernel"]),
             params["qkv"].get("bias"),
@@ -390,26 +505,23 @@ def _heads(params: dict, x, config: Config, turns, ops: Ops):
             layout="sequence_first",
         )
     counts = config.heads, config.kv_heads, config.kv_heads
+    parts = _products(params, "qkv", x)
+    if "qkv" in params:
+        ends = [config.head_dim * sum(counts[:n]) for n in (1, 2)]
+        parts = jnp.split(parts[0], ends, axis=-1)
+    norms = [
+        functools.partial(ops.rms_norm, scale=scale, eps=config.eps) if config.qk_norm else _same
+        for scale in scales
+    ]
+    if together:
+        parts = [*(norm(y) for norm, y in zip(norms, parts[:2], strict=True)), parts[2]]
     q, k, v = (
-        split_last(part, count, config.head_dim)
-        for part, count in zip(_products(params, "qkv", x), counts, strict=True)
+        split_last(part, count, config.head_dim) for part, count in zip(parts, counts, strict=True)
     )
-    q, k = (
-        y if scale is None else ops.rms_norm(y, scale, eps=config.eps)
-        for y, scale in zip((q, k), scales, strict=True)
-    )
-    return rotated(q, *turns), rotated(k, *turns), v
+    if not together:
+        q, k = norms[0](q), norms[1](k)
+    return (q, k, v) if turns is None else (rotated(q, *turns), rotated(k, *turns), v)
 
 
-def _angles(positions, config: Config):
-    """The angles ``[..., sequence, head_dim / 2]`` of the rotary embedding."""
-    half = np.arange(0, config.head_dim, 2) / config.head_dim
-    frequencies = config.rope_theta**-half
-    if (scaling := config.rope_scaling) is not None:
-        periods = scaling.original_positions * frequencies / (2 * math.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        same = np.clip((periods - low) / (high - low), 0, 1)
-        frequencies = frequencies * (same + (1 - same) / scaling.factor)
-    wide = accumulator_dtype(config.dtype)
-    positions = positions[..., None].astype(wide)
-    return positions * of_rank(jnp.asarray(frequencies, wide), positions.ndim)
+def _same(x):
+    return x

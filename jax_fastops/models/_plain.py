@@ -236,7 +236,7 @@ def split_grouped_heads(
     q, k, v = jnp.split(heads, (num_heads, num_heads + num_kv_heads), axis=-2)
     q = q if q_scale is None else rms_norm(q, q_scale, eps=eps)
     k = k if k_scale is None else rms_norm(k, k_scale, eps=eps)
-    return rotated(q, *rotary), rotated(k, *rotary), v
+    return (q, k, v) if rotary is None else (rotated(q, *rotary), rotated(k, *rotary), v)
 
 
 def rotated(x, cos, sin):

@@ -107,14 +107,16 @@ def shapes(
       is ``{"kernel": [in, out], "bias": [out]}``, a norm ``{"scale": [E], "bias": [E]}``. All are
       float32.
 
-      - ``"embeddings"``: the tables ``"word"``, ``"position"``, ``"token_type"``, each
-        ``[..., E]``, and ``"norm"``.
+      - ``"embeddings"``: the tables ``"word"``, ``"position"`` and, with ``config.token_types``,
+        ``"token_type"``, each ``[..., E]``, and ``"norm"``. With ``config.embedding_size``, they
+        have that many features, and ``"projection"`` is the product to ``E``.
       - ``"layers"``: a list. Each layer has ``"qkv"`` (to ``3 * E``: queries, keys, values; with
         ``config.tensor_parallel`` to ``[3, heads, E / heads]``), ``"output"`` and
         ``"output_norm"`` of the attention, and ``"up"`` (to ``F``), ``"down"`` and ``"norm"`` of
         the feed-forward.
       - ``"pooler"``: a product.
-      - ``"mlm"``, if requested: ``"dense"``, ``"norm"`` and ``"bias": [vocab_size]``.
+      - ``"mlm"``, if requested: ``"dense"`` (to the features of the embeddings), ``"norm"`` and
+        ``"bias": [vocab_size]``.
       - ``"nsp"`` (to 2), ``"classifier"`` (to ``labels``) and ``"qa"`` (to 2), if requested:
         products.
 
@@ -123,20 +125,24 @@ def shapes(
       (128, 128)
     """
     e = config.hidden_size
-    params = {
+    inner = config.embedding_size or e
+    params: dict[str, Any] = {
         "embeddings": {
-            "word": _parameters.float32(config.vocab_size, e),
-            "position": _parameters.float32(config.positions, e),
-            "token_type": _parameters.float32(config.token_types, e),
-            "norm": _parameters.norm(e),
+            "word": _parameters.float32(config.vocab_size, inner),
+            "position": _parameters.float32(config.positions, inner),
+            "norm": _parameters.norm(inner),
         },
         "layers": [_layer_shapes(config) for _ in range(config.layers)],
         "pooler": _parameters.product(e, e),
     }
+    if config.token_types is not None:
+        params["embeddings"]["token_type"] = _parameters.float32(config.token_types, inner)
+    if config.embedding_size is not None:
+        params["embeddings"]["projection"] = _parameters.product(inner, e)
     if mlm:
         params["mlm"] = {
-            "dense": _parameters.product(e, e),
-            "norm": _parameters.norm(e),
+            "dense": _parameters.product(e, inner),
+            "norm": _parameters.norm(inner),
             "bias": _parameters.float32(config.vocab_size),
         }
     if nsp:
@@ -341,7 +347,7 @@ def apply(
         x = _within_capacity(hidden, capacity, tokens, token_types, positions, mask)
     if "pooler" not in params:
         return x, None
-    return x, pool(params["pooler"], x, mask)
+    return x, pool(params["pooler"], x, config, mask)
 
 
 def _within_capacity(hidden, capacity, tokens, token_types, positions, mask):
@@ -532,6 +538,8 @@ def _check(params, tokens, config, mask, token_types, positions, segments, key, 
     if segments is not None:
         mask, inside = segments, segments.inside
     if token_types is not None:
+        if config.token_types is None:
+            raise ValueError("bert: token_types is given; config has none")
         token_types = _CHECK.integers("token_types", token_types)
         _CHECK.shape("token_types", token_types, "tokens", shape)
     positions = _CHECK.positions(positions, shape)
@@ -545,7 +553,7 @@ def _check(params, tokens, config, mask, token_types, positions, segments, key, 
     return [
         in_table(tokens, config.vocab_size, inside),
         mask,
-        in_table(token_types, config.token_types, inside),
+        in_table(token_types, config.token_types or 1, inside),
         in_table(positions, config.positions, inside),
     ]
 

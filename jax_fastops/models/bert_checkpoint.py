@@ -1,4 +1,6 @@
-"""Hugging Face's BERT checkpoints: a folder with ``config.json`` and ``model.safetensors``.
+"""Hugging Face's checkpoints of BERT, RoBERTa, DistilBERT and ELECTRA.
+
+A checkpoint is a folder with ``config.json`` and ``model.safetensors``.
 
 ::
 
@@ -20,14 +22,16 @@ from typing import Any, Literal, overload
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_fastops.bias_act import ACTIVATIONS
 from jax_fastops.models import bert
+from jax_fastops.models._bert_types import TYPES, ModelType
 from jax_fastops.models._checkpoint import (
-    FIELDS,
+    ACTIVATION_NAMES,
+    ACTIVATION_OF,
     Shardings,
     check_supported,
     check_tensors,
     leaves_of,
+    network,
     parameter_dtype,
     read_params,
     tensors_of,
@@ -49,65 +53,9 @@ __all__ = ["load", "save"]
 
 _CHECK = Checks("bert")
 
-# Fields of a Config, and their names in config.json. transformers has the same defaults.
-_FIELDS = FIELDS | {
-    "positions": "max_position_embeddings",
-    "token_types": "type_vocab_size",
-    "eps": "layer_norm_eps",
-    "dropout": "hidden_dropout_prob",
-    "attention_dropout": "attention_probs_dropout_prob",
-}
-# Hugging Face's names, where they differ, and the names that it has for the same function.
-_ACTIVATION_NAMES = {"gelu_exact": "gelu", "gelu": "gelu_new"}
-_ACTIVATIONS = {_ACTIVATION_NAMES.get(name, name): name for name in ACTIVATIONS} | {
-    "gelu_python": "gelu_exact",
-    "gelu_pytorch_tanh": "gelu",
-    "gelu_fast": "gelu",
-    "swish": "silu",
-}
-# Options that must have these values. Others mean another network.
-_SUPPORTED: dict[str, Any] = {
-    "position_embedding_type": "absolute",
-    "is_decoder": False,
-    "add_cross_attention": False,
-}
-
-_LAYER_MODULE = "encoder.layer"
-# The names of tensors, without ``"bert."``.
-_MODULES = {
-    "embeddings": {
-        "word": "embeddings.word_embeddings",
-        "position": "embeddings.position_embeddings",
-        "token_type": "embeddings.token_type_embeddings",
-        "norm": "embeddings.LayerNorm",
-    },
-    "layers": {
-        "qkv": tuple(f"attention.self.{part}" for part in ("query", "key", "value")),
-        "output": "attention.output.dense",
-        "output_norm": "attention.output.LayerNorm",
-        "up": "intermediate.dense",
-        "down": "output.dense",
-        "norm": "output.LayerNorm",
-    },
-    "pooler": "pooler.dense",
-    "mlm": {
-        "dense": "cls.predictions.transform.dense",
-        "norm": "cls.predictions.transform.LayerNorm",
-        "bias": "cls.predictions",
-    },
-    "nsp": "cls.seq_relationship",
-    "classifier": "classifier",
-    "qa": "qa_outputs",
-}
-# What the names of a head's tensors begin with.
-_HEADS = {head: f"{_MODULES[head]}." for head in ("nsp", "classifier", "qa")}
-_HEADS["mlm"] = "cls.predictions."
-# Buffers of old checkpoints that only count from 0; then second copies of embeddings and bias.
+# Buffers of old checkpoints that only count from 0.
 _IGNORED = ("embeddings.position_ids", "embeddings.token_type_ids")
-_REPEATED = {
-    "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
-    "cls.predictions.decoder.bias": "cls.predictions.bias",
-}
+_POSITIONS = "embeddings.position_embeddings.weight"
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
@@ -150,8 +98,10 @@ def load(
 
     Args:
       path, dtype, param_dtype, tensor_parallel: as in
-        :func:`jax_fastops.models.decoder_checkpoint.load`. Names of tensors may begin with
-        ``"bert."``, and may be the old ones (``gamma``, ``beta``).
+        :func:`jax_fastops.models.decoder_checkpoint.load`. The model type is ``"bert"``,
+        ``"roberta"``, ``"xlm-roberta"``, ``"camembert"``, ``"distilbert"`` or ``"electra"``. Names
+        of tensors may begin with ``"bert."`` or the like, and may be the old ones (``gamma``,
+        ``beta``).
       sharding: as there. A tree may have heads that the checkpoint does not have.
       keep_unknown: whether to return tensors whose names are not known, such as those of another
         head. Otherwise they are an error. Tensors that are not floating are always an error, and so
@@ -165,7 +115,11 @@ def load(
       ``cls.seq_relationship``), ``"classifier"`` and ``"qa"`` (from ``qa_outputs``) if the
       checkpoint has their tensors. :func:`jax_fastops.models.bert.shapes` says what their logits
       are. A classifier reads ``pooled`` in ``BertForSequenceClassification``, and ``hidden`` in
-      ``BertForTokenClassification``.
+      ``BertForTokenClassification``. For the classifiers of sequences of other types, ``"pooler"``
+      is the product before the last one.
+
+      RoBERTa counts positions after two rows of its table, which ``params`` does not have. As in
+      ``transformers``, positions are counted from the first token, so padding is on the right.
 
       ``unknown`` has the tensors that are not known, by their names in the files. :func:`save`
       takes it.
@@ -183,24 +137,30 @@ def load(
       True
     """
     path, own = Path(path), parameter_dtype("bert", param_dtype)
-    config = _config_of(read_config("bert", path), dtype, tensor_parallel=tensor_parallel)
+    content = read_config("bert", path)
+    config = _config_of(content, dtype, tensor_parallel=tensor_parallel)
+    kind = TYPES[content["model_type"]]
     given = find_tensors("bert", path, _IGNORED)
-    tensors = _renamed(given)
-    repeated = {name: tensors.pop(name) for name in _REPEATED if name in tensors}
+    tensors = _renamed(given, kind)
+    repeated = {name: tensors.pop(name) for name in kind.repeated if name in tensors}
     for name, value in repeated.items():  # a file may have either of the two names
-        tensors.setdefault(_REPEATED[name], value)
-    expected = _expected_shapes(config, tensors, [*tensors, *repeated])
-    leaves = leaves_of(expected, _MODULES, _LAYER_MODULE)
-    known = {*leaves, *_REPEATED}
-    unknown = {name: stored for name, stored in given.items() if _current(name) not in known}
+        tensors.setdefault(kind.repeated[name], value)
+    if (first := _first_position(content)) and (table := tensors.get(_POSITIONS)):
+        tensors[_POSITIONS] = table.part(first, max(0, table.shape[0] - first))
+    last = kind.classifier.get("classifier")
+    modules = kind.modules_of(any(name.startswith(f"{last}.") for name in tensors))
+    expected = _expected_shapes(config, kind, modules, tensors, [*tensors, *repeated])
+    leaves = leaves_of(expected, modules, kind.layer_module)
+    known = {*leaves, *kind.repeated}
+    unknown = {name: stored for name, stored in given.items() if _current(name, kind) not in known}
     if keep_unknown:
         tensors = {name: tensor for name, tensor in tensors.items() if name in leaves}
     remedy = " (load(..., keep_unknown=True) returns them)"
     check_tensors("bert", tensors, leaves, expected, remedy)
     for name, stored in repeated.items():
-        if not same_tensors("bert", stored, tensors[_REPEATED[name]]):
+        if not same_tensors("bert", stored, tensors[kind.repeated[name]]):
             raise ValueError(
-                f"bert: tensor {name} differs from {_REPEATED[name]}; they must be the same"
+                f"bert: tensor {name} differs from {kind.repeated[name]}; they must be the same"
             )
     sharding = sharding(config) if callable(sharding) else sharding
     params = read_params("bert", tensors, leaves, expected, own, sharding)
@@ -209,53 +169,69 @@ def load(
     return config, params
 
 
-def _expected_shapes(config: bert.Config, tensors: dict, names: list[str]) -> dict:
+def _expected_shapes(
+    config: bert.Config, kind: ModelType, modules: dict, tensors: dict, names: list[str]
+) -> dict:
     """The shapes of the parameters, with the heads and the pooler if they are in the file."""
 
     def has(part):
-        return any(name.startswith(part) for name in names)
+        return part is not None and any(name.startswith(part) for name in names)
 
-    names_of = ("classifier.bias", "classifier.weight")
+    names_of = (f"{modules['classifier']}.{leaf}" for leaf in ("bias", "weight"))
     labels = [(*tensors[name].shape, 1)[0] for name in names_of if name in tensors]
-    expected = bert.shapes(
-        config,
-        **{own: has(_HEADS[own]) for own in ("mlm", "nsp", "qa")},
-        labels=labels[0] if labels else None,
-    )
-    if not has("pooler."):
+    heads = {own: has(kind.heads.get(own)) for own in ("mlm", "nsp", "qa")}
+    _check_mlm(config, kind, heads["mlm"])
+    expected = bert.shapes(config, **heads, labels=labels[0] if labels else None)
+    if not has(f"{modules['pooler']}."):
         del expected["pooler"]
     return expected
 
 
-def _config_of(given: dict, dtype: str = "float32", **options: Any) -> bert.Config:
-    if given.get("model_type") != "bert":
+def _check_mlm(config: bert.Config, kind: ModelType, mlm: bool) -> None:
+    """The head of masked words has the activation of the layers."""
+    if mlm and kind.own_mlm and config.activation != "gelu_exact":
         raise ValueError(
-            f"bert: model_type in {CONFIG} is {given.get('model_type')!r}; it must be 'bert'"
+            f"bert: activation is {config.activation!r}, but the head of {kind.classes}ForMaskedLM "
+            "always has 'gelu_exact'"
         )
-    given = without_null(given)
-    check_supported("bert", given, _SUPPORTED)
+
+
+def _first_position(content: dict) -> int:
+    """The first row of the table of positions that a token can have."""
+    padding = content.get("pad_token_id", 1)
+    return TYPES[content["model_type"]].first_position * (1 if padding is None else padding + 1)
+
+
+def _config_of(given: dict, dtype: str = "float32", **options: Any) -> bert.Config:
+    _CHECK.choice(f"model_type in {CONFIG}", given.get("model_type"), tuple(TYPES))
+    kind, first = TYPES[given["model_type"]], _first_position(given)
+    given = kind.defaults | without_null(given)
+    check_supported("bert", given, kind.supported)
     if given.get("pruned_heads"):
         raise ValueError(f"bert: {CONFIG} has pruned_heads, which are not supported")
-    activation = given.get("hidden_act", "gelu")
-    _CHECK.choice(f"hidden_act in {CONFIG}", activation, tuple(_ACTIVATIONS))
-    fields = {own: given[name] for own, name in _FIELDS.items() if name in given}
-    return bert.Config(**fields, activation=_ACTIVATIONS[activation], dtype=dtype, **options)
+    activation = given.get(kind.activation, "gelu")
+    _CHECK.choice(f"{kind.activation} in {CONFIG}", activation, tuple(ACTIVATION_OF))
+    fields = {own: given[name] for own, name in kind.fields.items() if name in given}
+    fields["positions"] = fields.get("positions", bert.BASE.positions) - first
+    return bert.Config(
+        **fields, **kind.fixed, activation=ACTIVATION_OF[activation], dtype=dtype, **options
+    )
 
 
-def _current(name: str) -> str:
-    """The current name of a tensor, without ``"bert."``."""
-    name = name.removeprefix("bert.")
+def _current(name: str, kind: ModelType) -> str:
+    """The current name of a tensor, without the prefix of the encoder."""
+    name = name.removeprefix(kind.prefix)
     for old, new in _OLD_NAMES.items():
         name = name.removesuffix(old) + new if name.endswith(old) else name
     return name
 
 
-def _renamed(tensors: dict[str, Stored]) -> dict[str, Stored]:
+def _renamed(tensors: dict[str, Stored], kind: ModelType) -> dict[str, Stored]:
     """The tensors under their current names."""
     renamed: dict[str, Stored] = {}
     twice = []
     for given, tensor in tensors.items():
-        name = _current(given)
+        name = _current(given, kind)
         if name in renamed:
             twice.append(name)
         renamed[name] = tensor
@@ -277,20 +253,21 @@ def save(
 
     Tensors have the names of ``transformers.BertModel``, or with heads those of
     ``BertForPreTraining``, ``BertForSequenceClassification`` (a classifier with a pooler),
-    ``BertForTokenClassification`` (a classifier without a pooler) or ``BertForQuestionAnswering``.
-    Dtypes, existing files and ``like`` are as in
-    :func:`jax_fastops.models.decoder_checkpoint.save`. Without ``like``, ``pad_token_id`` is
-    ``null``, so that no word has a gradient of zero in ``transformers``.
+    ``BertForTokenClassification`` (a classifier without a pooler) or ``BertForQuestionAnswering``;
+    with ``like``, those of the same classes of its model type. Dtypes, existing files and ``like``
+    are as in :func:`jax_fastops.models.decoder_checkpoint.save`. Without ``like``,
+    ``pad_token_id`` is ``null``, so that no word has a gradient of zero in ``transformers``.
 
     Args:
       path, config: as in :func:`jax_fastops.models.decoder_checkpoint.save`.
       params: parameters, as from :func:`jax_fastops.models.bert.init`, or stacked. Remove
         ``"pooler"`` if the classifier reads ``hidden``.
       unknown: other tensors to write, by their names, as :func:`load` returns them. The names of
-        the encoder then begin with ``"bert."``, as with heads.
+        the encoder then begin with ``"bert."`` or the like, as with heads.
       label_names: the names of the classifier's labels, for ``id2label`` in ``config.json``.
         Default: those of ``like`` if it has as many, else ``"LABEL_0"`` and so on.
-      like: as there. The architecture is that of ``params``.
+      like: as there. The architecture is that of ``params``. Without it, the model type is the
+        first of BERT, DistilBERT and ELECTRA that can have ``config``. BERT has what RoBERTa has.
 
     Raises:
       ValueError: as there, or ``unknown`` has a name of one of the parameters' tensors, or
@@ -308,33 +285,58 @@ def save(
     labels = _labels(params, label_names)
     like = None if like is None else Path(like)
     if like is None:
-        content = _written(config) | {"pad_token_id": None}
+        content = _written(config, _model_type(config)) | {"pad_token_id": None}
     else:
-        content = written_like(
-            "bert", like, config, _config_of, lambda given: given | _written(config)
-        )
+
+        def written(given: dict) -> dict[str, Any]:
+            return given | _written(config, given["model_type"], _first_position(given))
+
+        content = written_like("bert", like, config, _config_of, written)
+    kind = TYPES[str(content["model_type"])]
+    _check_mlm(config, kind, "mlm" in params)
     former = content.get("id2label") or ()
     if label_names is None and len(former) == len(labels.get("id2label", ())):
         labels = {}
-    leaves, unknown = leaves_of(params, _MODULES, _LAYER_MODULE), unknown or {}
-    if both := sorted(name for name in unknown if _current(name) in leaves):
+    modules = kind.modules_of("classifier" in params and "pooler" in params)
+    leaves, unknown = leaves_of(params, modules, kind.layer_module), unknown or {}
+    if both := sorted(name for name in unknown if _current(name, kind) in leaves):
         raise ValueError(f"bert: unknown has tensors of the parameters: {', '.join(both)}")
     tensors = {name: np.asarray(value, order="C") for name, value in unknown.items()}
-    prefix = "bert." if unknown or any(head in params for head in _HEADS) else ""
+    prefix = kind.prefix if unknown or any(head in params for head in kind.heads) else ""
     for name, tensor in tensors_of(params, leaves).items():
-        tensors[name if name.startswith(tuple(_HEADS.values())) else prefix + name] = tensor
-    content |= {"architectures": [_architecture(params)], "tie_word_embeddings": True, **labels}
+        if name == _POSITIONS and (first := _first_position(content)):
+            tensor = np.pad(tensor, ((first, 0), (0, 0)))
+        tensors[name if name.startswith(tuple(kind.heads.values())) else prefix + name] = tensor
+    architecture = kind.classes + _architecture(params)
+    content |= {"architectures": [architecture], "tie_word_embeddings": True, **labels}
     write("bert", Path(path), content, tensors, like)
 
 
-def _written(config: bert.Config) -> dict[str, Any]:
+def _written(config: bert.Config, name: str, first: int = 0) -> dict[str, Any]:
     """The content of config.json."""
-    return {
-        **{name: getattr(config, own) for own, name in _FIELDS.items()},
-        "model_type": "bert",
-        "hidden_act": _ACTIVATION_NAMES.get(config.activation, config.activation),
-        **_SUPPORTED,
+    kind = TYPES[name]
+    values = {
+        "positions": config.positions + first,
+        "embedding_size": config.embedding_size or config.hidden_size,
     }
+    return {
+        **{name: values.get(own, getattr(config, own)) for own, name in kind.fields.items()},
+        "model_type": name,
+        kind.activation: ACTIVATION_NAMES.get(config.activation, config.activation),
+        **kind.supported,
+    }
+
+
+def _model_type(config: bert.Config) -> str:
+    """The first model type that can have all of the config."""
+    for name in TYPES:
+        if network(_config_of(_written(config, name))) == network(config):
+            return name
+    raise ValueError(
+        f"bert: no supported model type has eps={config.eps}, token_types={config.token_types}, "
+        f"pooler_activation={config.pooler_activation!r} and "
+        f"embedding_size={config.embedding_size} together"
+    )
 
 
 def _labels(params: dict, names: Sequence[str] | None) -> dict[str, Any]:
@@ -348,11 +350,11 @@ def _labels(params: dict, names: Sequence[str] | None) -> dict[str, Any]:
 
 
 def _architecture(params: dict) -> str:
+    """The name of the class in transformers, after that of the model type."""
     if "qa" in params:
-        return "BertForQuestionAnswering"
+        return "ForQuestionAnswering"
     if "classifier" in params:
-        kind = "Sequence" if "pooler" in params else "Token"
-        return f"BertFor{kind}Classification"
+        return f"For{'Sequence' if 'pooler' in params else 'Token'}Classification"
     if "nsp" in params:
-        return "BertForPreTraining" if "mlm" in params else "BertForNextSentencePrediction"
-    return "BertForMaskedLM" if "mlm" in params else "BertModel"
+        return "ForPreTraining" if "mlm" in params else "ForNextSentencePrediction"
+    return "ForMaskedLM" if "mlm" in params else "Model"

@@ -1,9 +1,10 @@
-"""Llama and Qwen3 in plain functions: a pre-norm decoder with grouped heads and rotary embedding.
+"""Llama and its relatives in plain functions: a decoder with grouped heads and rotary embedding.
 
 ``init`` makes parameters, ``apply`` maps tokens to hidden states, ``loss`` is the mean cross
 entropy of the next token, and ``generate`` continues prompts. A layer has two RMS norms, each of
-the sum of a residual and the branch before it, a gated activation and causal attention. The
-functions that compute these ops are an argument, as in :mod:`jax_fastops.models.bert`::
+the sum of a residual and the branch before it, a gated activation and causal attention. Options of
+:class:`Config` make it the layer of Qwen, OLMo 2, SmolLM3, Gemma or GPT-2. The functions that
+compute these ops are an argument, as in :mod:`jax_fastops.models.bert`::
 
     config = decoder.SMALL
     params = decoder.init(jax.random.key(0), config)
@@ -34,12 +35,12 @@ from jax_fastops.models._decoder_layers import (
     Cache,
     Config,
     Ops,
-    RopeScaling,
     forward,
     init_cache,
     prepared,
 )
 from jax_fastops.models._products import in_table, vocabulary_loss, wide_product
+from jax_fastops.models._rotary import LinearScaling, RopeScaling, YarnScaling
 from jax_fastops.models._segments import Segments, checked
 from jax_fastops.models._sharding import following
 
@@ -50,8 +51,10 @@ __all__ = [
     "SMALL",
     "Cache",
     "Config",
+    "LinearScaling",
     "Ops",
     "RopeScaling",
+    "YarnScaling",
     "apply",
     "generate",
     "init",
@@ -96,14 +99,18 @@ def shapes(config: Config) -> dict[str, Any]:
     Returns:
       A tree of dictionaries. ``E`` is ``hidden_size``, ``F`` is ``intermediate_size``, ``D`` is
       ``head_dim``. A product is ``{"kernel": [in, out]}``, with ``"bias": [out]`` if ``config`` has
-      it; a norm is ``{"scale": [E]}``. All are float32.
+      it; a norm is ``{"scale": [E]}``, with ``config.positions`` also ``"bias"``. All are float32.
 
       - ``"embeddings"``: ``[vocab_size, E]``. ``"head"``: the same, unless ``config.tied``.
+        ``"positions"``: ``[positions, E]``, with ``config.positions``.
       - ``"norm"``: the last norm.
       - ``"layers"``: a list, or with ``config.scan`` one layer whose arrays have a leading axis
         over the layers. A layer has ``"input_norm"``, ``"q"`` (to ``heads * D``), ``"k"``, ``"v"``
         (to ``kv_heads * D``), ``"output"``, ``"norm"``, ``"gate"``, ``"up"`` (to ``F``) and
-        ``"down"``; with ``config.qk_norm`` also ``"q_norm"`` and ``"k_norm"``, of ``D``.
+        ``"down"``; with ``config.qk_norm`` also ``"q_norm"`` and ``"k_norm"``, of ``D``, or of all
+        heads with ``norms="post"``. With ``"post"``, ``"output_norm"`` and ``"down_norm"`` are in
+        place of ``"input_norm"`` and ``"norm"``; with ``"both"``, there are all four. With
+        ``config.positions`` there is no ``"gate"``.
 
     Example:
       >>> decoder.shapes(decoder.SMALL)["layers"][0]["k"]["kernel"].shape
@@ -111,26 +118,36 @@ def shapes(config: Config) -> dict[str, Any]:
     """
     e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.heads * d, config.kv_heads * d
-    norm = _parameters.norm(e, bias=False)
+    gpt2 = config.positions is not None
+    norm = _parameters.norm(e, bias=gpt2)
     layer = {
-        "input_norm": norm,
         "q": _parameters.product(e, queries, bias=config.qkv_bias),
         "k": _parameters.product(e, keys, bias=config.qkv_bias),
         "v": _parameters.product(e, keys, bias=config.qkv_bias),
         "output": _parameters.product(queries, e, bias=config.output_bias),
-        "norm": norm,
-        "gate": _parameters.product(e, f, bias=False),
-        "up": _parameters.product(e, f, bias=False),
-        "down": _parameters.product(f, e, bias=False),
+        "up": _parameters.product(e, f, bias=gpt2),
+        "down": _parameters.product(f, e, bias=gpt2),
     }
+    if not gpt2:
+        layer["gate"] = _parameters.product(e, f, bias=False)
+    if config.norms != "post":
+        layer |= {"input_norm": norm, "norm": norm}
+    if config.norms != "pre":
+        layer |= {"output_norm": norm, "down_norm": norm}
     if config.qk_norm:
-        layer |= {name: _parameters.norm(d, bias=False) for name in ("q_norm", "k_norm")}
+        sizes = (queries, keys) if config.norms == "post" else (d, d)
+        for name, size in zip(("q_norm", "k_norm"), sizes, strict=True):
+            layer[name] = _parameters.norm(size, bias=False)
     layers = [layer] * config.layers
-    tables = ("embeddings",) if config.tied else ("embeddings", "head")
+    tables = {"embeddings": config.vocab_size}
+    if not config.tied:
+        tables["head"] = config.vocab_size
+    if config.positions is not None:
+        tables["positions"] = config.positions
     params = {
         "layers": _parameters.stacked_shapes(layers) if config.scan else layers,
         "norm": norm,
-        **{name: _parameters.float32(config.vocab_size, e) for name in tables},
+        **{name: _parameters.float32(count, e) for name, count in tables.items()},
     }
     return jax.tree.map(lambda leaf: leaf, params)  # with dictionaries of its own for each layer
 
@@ -200,7 +217,8 @@ def apply(
       positions: integers ``[sequence]`` or ``[batch, sequence]``, for rotary embedding. Default:
         counted from 0, or from the length of the cache, or from 0 in each segment. Only their
         differences matter, so padding on the left needs no others. Which tokens are earlier is
-        given by their order.
+        given by their order. With ``config.positions``, they are rows of that table, the embedding
+        of a larger one is NaN, and the default does not count padding.
       mask: booleans or integers ``[batch, sequence]``: True or 1 for a token, False or 0 for
         padding, which is not attended to. Default: no padding.
       segment_ids: integers ``[batch, sequence]`` of packed rows, such as those of

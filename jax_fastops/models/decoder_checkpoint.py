@@ -1,4 +1,7 @@
-"""Hugging Face's checkpoints of Llama, Mistral, Qwen2 and Qwen3.
+"""Hugging Face's checkpoints of decoders.
+
+The model types are Llama, Mistral, Qwen 2 and 3, Phi-3, OLMo 2 and 3, SmolLM3, Gemma, Gemma 3 and
+GPT-2.
 
 A checkpoint is a folder with ``config.json`` and ``model.safetensors``::
 
@@ -12,6 +15,8 @@ or parameters of another type, ``TypeError``.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -20,16 +25,20 @@ from jax.typing import DTypeLike
 
 from jax_fastops.models import decoder
 from jax_fastops.models._checkpoint import (
-    FIELDS,
+    ACTIVATION_NAMES,
+    ACTIVATION_OF,
     Leaf,
     Shardings,
     check_supported,
     check_tensors,
     leaves_of,
     network,
+    packed_tensors,
     parameter_dtype,
     read_params,
+    tensor_shapes,
     tensors_of,
+    unpacked,
     without_null,
     written_like,
 )
@@ -41,91 +50,34 @@ from jax_fastops.models._checkpoint_files import (
     write,
 )
 from jax_fastops.models._checks import Checks
+from jax_fastops.models._decoder_types import TYPES, ModelType
 
 __all__ = ["load", "save"]
 
 _CHECK = Checks("decoder")
 
-# Fields of a Config, and their names in config.json.
-_FIELDS = FIELDS | {
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "eps": "rms_norm_eps",
-    "tied": "tie_word_embeddings",
+# The classes of rotary frequencies by their kinds, and the names of their fields.
+_ORIGINAL = "original_max_position_embeddings"
+_SCALINGS: dict[str, tuple[Any, dict[str, str]]] = {
+    "llama3": (decoder.RopeScaling, {"original_positions": _ORIGINAL}),
+    "linear": (decoder.LinearScaling, {}),
+    "yarn": (decoder.YarnScaling, {"original_positions": _ORIGINAL}),
 }
-# The names of a RopeScaling's fields, in their order.
-_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-# Options that must have these values. Others mean another network.
-_SUPPORTED: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False}
-# Keys whose null is not the default: no window, num_attention_heads, and hidden_size //
-# num_attention_heads.
-_NULLABLE = ("sliding_window", "num_key_value_heads", "head_dim")
-# What transformers takes for a key that config.json does not have.
-_ALL: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-    "rope_theta": 10000.0,
-}
-_QWEN: dict[str, Any] = _ALL | {
-    "vocab_size": 151936,
-    "num_key_value_heads": 32,
-    "intermediate_size": 22016,
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-    "use_sliding_window": False,
-    "max_window_layers": 28,
-}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _ALL | {"attention_bias": False},
-    "mistral": _ALL
-    | {
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
-    "qwen2": _QWEN,
-    "qwen3": _QWEN | {"head_dim": 128, "attention_bias": False},
-}
-_MODULES = {
-    "embeddings": "model.embed_tokens",
-    "layers": {
-        "input_norm": "input_layernorm",
-        "q": "self_attn.q_proj",
-        "k": "self_attn.k_proj",
-        "v": "self_attn.v_proj",
-        "output": "self_attn.o_proj",
-        "q_norm": "self_attn.q_norm",
-        "k_norm": "self_attn.k_norm",
-        "norm": "post_attention_layernorm",
-        "gate": "mlp.gate_proj",
-        "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
-    },
-    "norm": "model.norm",
-    "head": "lm_head",
-}
-_IGNORED = ("rotary_emb.inv_freq",)  # of old checkpoints
+# Keys whose null is not the default: no window, num_attention_heads, hidden_size //
+# num_attention_heads, and 4 * n_embd.
+_NULLABLE = ("sliding_window", "num_key_value_heads", "head_dim", "n_inner")
+_IGNORED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # of old checkpoints
 
 
-def _leaves(config: decoder.Config) -> dict[str, Leaf]:
+def _leaves(config: decoder.Config, kind: ModelType) -> dict[str, Leaf]:
     """The tensors by their names."""
-    return leaves_of(decoder.shapes(config), _MODULES, "model.layers")
+    return leaves_of(
+        decoder.shapes(config),
+        kind.modules,
+        kind.layer_module,
+        transposed=kind.transposed,
+        unit_offset=kind.unit_offset,
+    )
 
 
 def load(
@@ -148,7 +100,8 @@ def load(
         ``model.safetensors.index.json`` names. ``huggingface_hub.snapshot_download`` makes one.
       dtype: the ``dtype`` of the config, in which the model computes.
       param_dtype: the dtype of the parameters, for any dtype of the tensors: ``"float32"``,
-        ``"bfloat16"``, ``"float16"``, or with ``jax_enable_x64`` ``"float64"``.
+        ``"bfloat16"``, ``"float16"``, or with ``jax_enable_x64`` ``"float64"``. The scales of
+        Gemma's norms, which files have less 1, are at least float32.
       scan: the ``scan`` of the config: whether the layers' arrays are stacked.
       tensor_parallel: the ``tensor_parallel`` of the config.
       sharding: a ``jax.sharding.Sharding`` for all parameters; or a tree of them like the
@@ -159,9 +112,9 @@ def load(
       ``(config, params)`` for :func:`jax_fastops.models.decoder.apply`.
 
     Raises:
-      ValueError: a file is damaged; the model is none of the supported ones; tensors are missing,
-        unknown, or of another shape or dtype (all are named); ``param_dtype`` is none of those
-        above; or ``sharding`` lacks a parameter.
+      ValueError: a file is damaged; the model is none of the supported ones, or with ``scan`` its
+        layers are not alike; tensors are missing, unknown, or of another shape or dtype (all are
+        named); ``param_dtype`` is none of those above; or ``sharding`` lacks a parameter.
 
     Example:
       >>> import jax, tempfile
@@ -176,84 +129,140 @@ def load(
     path, own = Path(path), parameter_dtype("decoder", param_dtype)
     given = read_config("decoder", path)
     config = _config_of(given, dtype, scan=scan, tensor_parallel=tensor_parallel)
+    kind = TYPES[given["model_type"]]
+    expected, leaves = decoder.shapes(config), _leaves(config, kind)
     tensors = find_tensors("decoder", path, _IGNORED)
+    if kind.prefix:  # which may be left out
+        known = (kind.prefix, "lm_head.")
+        tensors = {
+            name if name.startswith(known) else kind.prefix + name: stored
+            for name, stored in tensors.items()
+        }
+    shapes = tensor_shapes(leaves, expected)
+    tensors = unpacked(tensors, shapes, kind.packed, 0 if kind.transposed else -1)
     head = tensors.pop("lm_head.weight", None) if config.tied else None
-    expected, leaves = decoder.shapes(config), _leaves(config)
     check_tensors("decoder", tensors, leaves, expected)
     # With tied embeddings, a file may have them twice.
-    if head is not None and not same_tensors("decoder", head, tensors["model.embed_tokens.weight"]):
+    table = f"{kind.modules['embeddings']}.weight"
+    if head is not None and not same_tensors("decoder", head, tensors[table]):
         raise ValueError(
-            "decoder: tensor lm_head.weight differs from model.embed_tokens.weight; with "
-            "tie_word_embeddings they must be the same"
+            f"decoder: tensor lm_head.weight differs from {table}; with tie_word_embeddings they "
+            "must be the same"
         )
     sharding = sharding(config) if callable(sharding) else sharding
     return config, read_params("decoder", tensors, leaves, expected, own, sharding)
 
 
 def _config_of(given: dict, dtype: str = "float32", **options: Any) -> decoder.Config:
-    kind: Any = given.get("model_type")
-    _CHECK.choice(f"model_type in {CONFIG}", kind, tuple(_ARCHITECTURES))
-    given = _DEFAULTS[kind] | without_null(given, _NULLABLE)
-    check_supported("decoder", given, _SUPPORTED)
-    fields = {own: given[name] for own, name in _FIELDS.items()}
-    if fields["kv_heads"] is None:
-        fields["kv_heads"] = fields["heads"]
-    if fields["head_dim"] is None:
-        fields["head_dim"] = fields["hidden_size"] // fields["heads"]
-    bias = "attention_bias" in _DEFAULTS[kind] and bool(given["attention_bias"])
+    _CHECK.choice(f"model_type in {CONFIG}", given.get("model_type"), tuple(TYPES))
+    kind = TYPES[given["model_type"]]
+    given = kind.defaults | without_null(given, _NULLABLE)
+    check_supported("decoder", given, kind.supported)
+    activation = given[kind.activation]
+    _CHECK.choice(f"{kind.activation} in {CONFIG}", activation, tuple(ACTIVATION_OF))
+    fields = {own: given[name] for own, name in kind.fields.items()}
+    for name, default in (
+        ("kv_heads", fields["heads"]),
+        ("head_dim", fields["hidden_size"] // fields["heads"]),
+        ("intermediate_size", 4 * fields["hidden_size"]),
+    ):
+        if fields.get(name) is None:
+            fields[name] = default
+    if "query_pre_attn_scalar" in kind.defaults:
+        check_supported("decoder", given, {"query_pre_attn_scalar": fields["head_dim"]})
+    if "attention_bias" in kind.defaults:
+        fields |= dict.fromkeys(("qkv_bias", "output_bias"), bool(given["attention_bias"]))
+    if "positions" not in fields:
+        fields |= _rope_of(given, kind)
     return decoder.Config(
-        **fields,
-        **_rope_of(given),
-        qkv_bias=bias or kind == "qwen2",
-        output_bias=bias,
-        qk_norm=kind == "qwen3",
-        sliding_window=_window_of(given),
+        **fields | kind.fixed,
+        **_windows_of(given, kind),
+        # Gemma's "gelu" has always been by tanh.
+        activation="gelu" if kind.unit_offset else ACTIVATION_OF[activation],
         dtype=dtype,
         **options,
     )
 
 
-def _rope_of(given: dict) -> dict[str, Any]:
+def _rope_of(given: dict, kind: ModelType) -> dict[str, Any]:
     # In files of transformers before 5, the base is an option of its own. If both are there, 5
     # takes the former.
-    rope = without_null(given.get("rope_scaling") or given.get("rope_parameters") or {})
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    _CHECK.choice(f"rope_type in {CONFIG}", kind, ("default", "llama3"))
+    rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
+    found: dict[str, Any] = {}
+    if kind.windows == "typed":
+        local = rope.get("sliding_attention") or {}
+        check_supported("decoder", without_null(local), {"rope_type": "default"})
+        found["local_theta"] = local.get("rope_theta", given["rope_local_base_freq"])
+        rope = rope.get("full_attention") or ({} if local else rope)
+    rope = without_null(rope)
+    name = rope.get("rope_type", rope.get("type", "default"))
+    _CHECK.choice(f"rope_type in {CONFIG}", name, kind.ropes)
     rope = {
         "rope_theta": given["rope_theta"],
-        "original_max_position_embeddings": given["max_position_embeddings"],
+        _ORIGINAL: given["max_position_embeddings"],
         "partial_rotary_factor": given.get("partial_rotary_factor", 1.0),
     } | rope
     check_supported("decoder", rope, {"partial_rotary_factor": 1.0})
-    if kind == "default":
-        return {"rope_theta": rope["rope_theta"]}
-    if missing := [name for name in _SCALING if name not in rope]:
+    found["rope_theta"] = rope["rope_theta"]
+    if name == "default":
+        return found
+    cls, names = _SCALINGS[name]
+    keys = {str(field): str(names.get(field, field)) for field in cls._fields}
+    if name == "yarn":
+        rope = {"attention_factor": _attention_factor(rope)} | rope
+    required = [keys[field] for field in cls._fields if field not in cls._field_defaults]
+    if missing := [key for key in required if key not in rope]:
         raise ValueError(f"decoder: rope_parameters in {CONFIG} has no {', '.join(missing)}")
-    scaling = decoder.RopeScaling(*(rope[name] for name in _SCALING))
-    return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    scaling = cls(**{field: rope[key] for field, key in keys.items() if key in rope})
+    return found | {"rope_scaling": scaling}
 
 
-def _window_of(given: dict) -> int | None:
-    """The sliding window. All layers must have it, or none."""
-    kind, count = given["model_type"], given["num_hidden_layers"]
-    if kind == "mistral":
-        return given["sliding_window"]
-    if kind == "llama" or not given["use_sliding_window"]:
-        return None
-    full = given["max_window_layers"]
-    default = ["full_attention" if layer < full else "sliding_attention" for layer in range(count)]
-    kinds = set(given.get("layer_types") or default)
-    if more := sorted(kinds - {"full_attention", "sliding_attention"}):
+def _attention_factor(rope: dict) -> float:
+    """The factor of queries and keys of YaRN that a file does not have."""
+
+    factor = rope.get("factor", 1.0)
+
+    def of(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    scale, other = (rope.get(name) for name in ("mscale", "mscale_all_dim"))
+    return of(scale) / of(other) if scale and other else of(1.0)
+
+
+def _windows_of(given: dict, kind: ModelType) -> dict[str, Any]:
+    """The sliding window and the layers that have none; and those without a rotary embedding."""
+    count, window = given[kind.fields["layers"]], given.get("sliding_window")
+    found: dict[str, Any] = {}
+    unrotated: list[int] = []
+    if "no_rope_layer_interval" in kind.defaults:
+        interval = given["no_rope_layer_interval"]
+        rotated = given.get("no_rope_layers") or [(n + 1) % interval for n in range(count)]
+        unrotated = [layer for layer, value in enumerate(rotated) if not value]
+        found["unrotated_layers"] = tuple(unrotated)
+    if kind.windows == "none" or window is None:
+        return found
+    if kind.windows == "all":
+        return found | {"sliding_window": window}
+    if kind.windows == "option" and not given["use_sliding_window"]:
+        return found
+    if (first := given.get("max_window_layers")) is not None:
+        sliding = set(range(first, count))
+    elif (pattern := given.get("sliding_window_pattern")) is not None:
+        sliding = {layer for layer in range(count) if (layer + 1) % pattern}
+    else:
+        sliding = set(unrotated)
+    types = given.get("layer_types") or [
+        f"{'sliding' if layer in sliding else 'full'}_attention" for layer in range(count)
+    ]
+    if more := sorted(set(types) - {"full_attention", "sliding_attention"}):
         raise ValueError(
             f"decoder: layer_types in {CONFIG} has {more[0]!r}; supported are 'full_attention' and "
             "'sliding_attention'"
         )
-    if len(kinds) > 1:
-        raise ValueError(
-            f"decoder: by {CONFIG} some layers have a sliding window, and some have none; they "
-            "must be alike"
-        )
-    return given["sliding_window"] if "sliding_attention" in kinds else None
+    full = tuple(layer for layer, own in enumerate(types) if own == "full_attention")
+    if len(full) == count:
+        return found
+    return found | {"sliding_window": window, "full_layers": full}
 
 
 def save(
@@ -302,51 +311,86 @@ def save(
     if like is None:
         written = _written(config, _model_type(config))
         written |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        if (scaling := config.rope_scaling) is not None:
+        scaling = config.rope_scaling
+        if isinstance(scaling, (decoder.RopeScaling, decoder.YarnScaling)):
             written["max_position_embeddings"] = int(scaling.factor * scaling.original_positions)
     else:
         written = written_like(
             "decoder", like, config, _config_of, lambda given: _over(given, config)
         )
-    write("decoder", Path(path), written, tensors_of(params, _leaves(config)), like)
+    kind = TYPES[written["model_type"]]
+    tensors = tensors_of(params, _leaves(config, kind))
+    tensors = packed_tensors(tensors, kind.packed, 0 if kind.transposed else -1)
+    write("decoder", Path(path), written, tensors, like)
 
 
-def _written(config: decoder.Config, kind: str) -> dict[str, Any]:
+def _written(config: decoder.Config, name: str) -> dict[str, Any]:
     """The content of config.json, which transformers 4 and 5 understand."""
+    kind = TYPES[name]
     window = config.sliding_window
-    written: dict[str, Any] = {name: getattr(config, own) for own, name in _FIELDS.items()}
+    written: dict[str, Any] = {name: getattr(config, own) for own, name in kind.fields.items()}
     written |= {
-        "architectures": [_ARCHITECTURES[kind]],
-        "model_type": kind,
-        "rope_theta": config.rope_theta,
-        **_SUPPORTED,
+        "architectures": [kind.architecture],
+        "model_type": name,
+        kind.activation: ACTIVATION_NAMES.get(config.activation, config.activation),
+        **kind.supported,
     }
-    if "attention_bias" in _DEFAULTS[kind]:
+    if kind.unit_offset:
+        written[kind.activation] = "gelu_pytorch_tanh"
+    if config.positions is None:
+        written["rope_theta"] = config.rope_theta
+    if "attention_bias" in kind.defaults:
         written["attention_bias"] = config.output_bias
-    if kind == "mistral" or window is not None:
+    if kind.windows == "all" or window is not None:
         written["sliding_window"] = window
-    if kind in ("qwen2", "qwen3"):
-        written |= {"use_sliding_window": window is not None, "max_window_layers": 0}
-    if (scaling := config.rope_scaling) is not None:
-        values = dict(zip(_SCALING, scaling, strict=True))
-        written["rope_scaling"] = {"rope_type": "llama3", **values}
+    if kind.windows == "option":
+        written["use_sliding_window"] = window is not None
+    if kind.windows in ("option", "typed") and window is not None:
+        full = config.full_layers
+        kinds = ("full" if layer in full else "sliding" for layer in range(config.layers))
+        written["layer_types"] = [f"{own}_attention" for own in kinds]
+    if "max_window_layers" in kind.defaults:
+        written["max_window_layers"] = 0
+    if "no_rope_layer_interval" in kind.defaults:
+        layers = range(config.layers)
+        written["no_rope_layers"] = [int(n not in config.unrotated_layers) for n in layers]
+    for rope_type, (cls, names) in _SCALINGS.items():
+        if isinstance(scaling := config.rope_scaling, cls) and scaling is not None:
+            values = {names.get(own, own): value for own, value in scaling._asdict().items()}
+            written["rope_scaling"] = {"rope_type": rope_type, **values}
+    if "query_pre_attn_scalar" in kind.defaults:
+        written["query_pre_attn_scalar"] = config.head_dim
+    if kind.windows == "typed" and config.local_theta is not None:
+        # transformers 5 has both in one key, transformers 4 the bases in keys of their own.
+        rope = written.pop("rope_scaling", {"rope_type": "default"})
+        local = {"rope_type": "default", "rope_theta": config.local_theta}
+        written["rope_parameters"] = {
+            "full_attention": rope | {"rope_theta": config.rope_theta},
+            "sliding_attention": local,
+        }
+        written["rope_local_base_freq"] = config.local_theta
     return written
 
 
 def _over(given: dict, config: decoder.Config) -> dict[str, Any]:
     """Another content of config.json, changed to that of ``config``."""
-    replaced = ("rope_parameters", "rope_scaling", "layer_types")
+    replaced = ("rope_parameters", "rope_scaling", "layer_types", "no_rope_layers")
     same = {name: value for name, value in given.items() if name not in replaced}
     return same | _written(config, given["model_type"])
 
 
 def _model_type(config: decoder.Config) -> str:
     """The first model that can have all of the config."""
-    for kind in _ARCHITECTURES:
-        if network(_config_of(_written(config, kind))) == network(config):
-            return kind
-    raise ValueError(
-        f"decoder: no supported model has qkv_bias={config.qkv_bias}, "
-        f"output_bias={config.output_bias}, qk_norm={config.qk_norm} and "
-        f"sliding_window={config.sliding_window} together"
-    )
+    for name in TYPES:
+        try:
+            found = _config_of(_written(config, name))
+        except ValueError:  # such as a kind of rotary frequencies
+            continue
+        if network(found) == network(config):
+            return name
+    options = [
+        f"{field.name}={getattr(config, field.name)!r}"
+        for field in dataclasses.fields(config)
+        if field.type != "int" and getattr(network(config), field.name) != field.default
+    ]
+    raise ValueError(f"decoder: no supported model has {', '.join(options)} together")

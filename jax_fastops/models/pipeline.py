@@ -11,7 +11,8 @@ vocabulary. The rows of embeddings and head are sharded over the stages, so the 
 before the first tick and the loss after the last one, on all stages at once and without a bubble. A
 head on the last stage would make that stage the slowest: for a vocabulary of 128256, the head is a
 third of the FLOP of a decoder of 8 layers. Where ``s`` does not divide the layers, stages are
-filled with layers that have no effect.
+filled with layers that have no effect. All layers must be alike: ``full_layers`` and
+``unrotated_layers`` of a decoder raise ``ValueError``.
 
 The mesh is that of ``jax.set_mesh``, with Auto axes: one of the stages, and optionally one of the
 batch and one of tensor parallelism (``Config.tensor_parallel``)::
@@ -50,7 +51,7 @@ from jax_fastops import _compat
 from jax_fastops.models import _bert_layers, _decoder_layers, _parameters, bert, decoder
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._layers import in_turn
-from jax_fastops.models._products import accumulator_dtype, take_rows, vocabulary_loss
+from jax_fastops.models._products import accumulator_dtype, vocabulary_loss
 from jax_fastops.models._segments import Segments
 
 __all__ = [
@@ -139,14 +140,19 @@ def partition_specs(
 
 
 def _model(config) -> Any:
-    """The module of the network."""
+    """The module of the network, whose layers must be alike."""
     _CHECK.type("config", config, (bert.Config, decoder.Config), "a Config of bert or decoder")
+    for name in ("full_layers", "unrotated_layers"):
+        if layers := getattr(config, name, ()):
+            raise ValueError(f"pipeline: {name} is {layers}; the layers of a pipeline are alike")
     return bert if isinstance(config, bert.Config) else decoder
 
 
 def _outer(config: Any) -> Any:
     """The config for what is outside of the stages, where the vocabulary is sharded."""
-    return dataclasses.replace(config, tensor_parallel=True)
+    # Norms of all heads, inside of the layers, are no matter here.
+    more: dict[str, Any] = {} if isinstance(config, bert.Config) else dict(qk_norm=False)
+    return dataclasses.replace(config, tensor_parallel=True, **more)
 
 
 def _as_of(config, params) -> dict[str, Any]:
@@ -204,14 +210,17 @@ def decoder_apply(
     one = config if config.scan else dataclasses.replace(config, scan=True)
 
     def layers_of(layers, x, given, index):
-        at, mask = given[0], _like(inside, given[1])
-        turns, attend, _ = _decoder_layers.surroundings(at, mask, None, x, config)
+        mask = _like(inside, given[1])
+        at = _decoder_layers.places(given[0], mask, None, x, config)
+        around, _ = _decoder_layers.surroundings(at, mask, None, x, config)
+        (own,) = around.values()
         layers = _decoder_layers.prepared({"layers": layers}, one)["layers"]
-        return _decoder_layers.layer_function(config, turns, attend, ops), (layers, None)
+        return _decoder_layers.layer_function(config, *own, ops, summed=True), (layers, None)
 
-    x = take_rows(params["embeddings"], ids, _outer(config), ops).astype(config.dtype)
+    own = _decoder_layers.places(at, inside, None, ids, config)
+    x = _decoder_layers.embed(params, ids, own, _outer(config), ops)
     x = run(layers_of, params["layers"], x, (at, _arrays(inside)))
-    return _decoder_layers.last_norm(params, x, None, config, ops)
+    return _decoder_layers.last_norm(params, x, config, ops)
 
 
 def decoder_loss(
@@ -308,7 +317,7 @@ def bert_apply(
     tables = params["embeddings"]
     x = _bert_layers.embed(tables, ids, _outer(config), token_types, positions, first_key, ops)
     x = run(layers_of, params["layers"], x, _arrays(inside))
-    return x, _bert_layers.pool(params["pooler"], x, inside) if "pooler" in params else None
+    return x, _bert_layers.pool(params["pooler"], x, config, inside) if "pooler" in params else None
 
 
 def bert_masked_lm_loss(
