@@ -20,6 +20,28 @@ OTHERS = {
 }
 # Models of the benchmark of `autofuse`, likewise.
 FUSED = {"pre-norm, Equinox": "transformer of Equinox", "ResNet-50, Flax": "ResNet-50 of Flax"}
+# Rows of one H100 that guides/sources.md compares with another contender: family, op, label, phase.
+SOURCES = {
+    "permute_rows": ("transpose", "transpose", "short rows", "forward", "torch"),
+    "permute_matrices": ("transpose", "transpose", "matrices", "forward", "torch"),
+    "odd_channels": ("batch_norm", "batch_norm_relu", "NHWC 56x56x63", "step", "jax.nn"),
+    "add_relu_last": ("batch_norm", "batch_norm_add_relu", "NHWC 112x112x32", "step", "jax.nn"),
+    "add_relu_first": ("batch_norm", "batch_norm_add_relu", "NCHW 112x112x32", "step", "jax.nn"),
+    "per_activation": ("batch_norm", "batch_norm_relu", "rows", "step", "jax.nn"),
+    "relu_gradient": ("relu", "relu", "conv NHWC", "backward", "jax.nn"),
+    "softmax_scores": ("softmax", "softmax", "mask (B,1,1,L) 512", "forward", "jax.nn"),
+    "softmax_words": ("softmax", "softmax", "vocabulary", "forward", "jax.nn"),
+    "softmax_huge": ("softmax", "softmax", "huge rows", "forward", "jax.nn"),
+    "lerp_alike": ("lerp", "lerp", "all alike", "forward", "torch"),
+    "lerp_alike_step": ("lerp", "lerp", "all alike", "step", "torch"),
+    "lerp_weight": ("lerp", "lerp", "weight (1,)", "forward", "torch"),
+    "lerp_planes": ("lerp", "lerp", "three planes", "forward", "torch"),
+    "lerp_planes_step": ("lerp", "lerp", "three planes", "step", "torch"),
+    "lerp_rank": ("lerp", "lerp", "rank 7", "forward", "torch"),
+    "lerp_rank_step": ("lerp", "lerp", "rank 7", "step", "torch"),
+    "window": ("window_sum", "window_sum", "radius 16", "forward", "jax.nn"),
+    "wide_window": ("window_sum", "window_sum", "radius 256", "forward", "jax.nn"),
+}
 
 
 def families(slug: str) -> dict[str, str]:
@@ -175,6 +197,38 @@ def of_others() -> dict[str, str]:
     }
 
 
+def sources() -> dict[str, str]:
+    """The numbers of guides/sources.md: gains of kernels, a layer of BERT, whole forwards."""
+    found = {}
+    for key, (family, op, label, phase, other) in SOURCES.items():
+        for case in load(f"{H100}-{family}")["cases"]:
+            if (case["op"], case["label"]) == (op, label):
+                ours, theirs = (case["results"][who]["phases"][phase] for who in ("native", other))
+                name = f"{key}_{case['dtype']}"
+                found[name] = f"{theirs['median_us'] / ours['median_us']:.2f}"
+                found[f"{name}_floor"] = f"{ours['of_floor']:.2f}"
+    rows = load(f"inference-{H200}")["rows"]
+    for row in rows:
+        if (row["contender"], row["shape"]) == ("ours", "32x512"):
+            for kind, ms in (row["kinds_ms"] | {"all": row["busy_ms"]}).items():
+                found[f"layer_{row['attention']}_{kind.split()[0]}_us"] = f"{ms / 12 * 1e3:.0f}"
+        for who, best in fastest(rows, shape=row["shape"]).items():
+            found[f"forward_{row['shape']}_{who}"] = f"{best['ms']:.2f} ({best['latency_ms']:.2f})"
+    for layer in load(f"bert-kernels-{H100}")["layers"]:
+        if layer["weights"] == "bfloat16":
+            launches = sum(not kernel.startswith("Memset") for kernel in layer["kernels"])
+            found[f"launches_{layer['attention']}_{layer['contender']}"] = str(launches)
+    for row in load(f"bert-devices-{H200}")["scaling"]:
+        if not row["shard_map"]:
+            found[f"two_gpus_{row['contender']}"] = f"{row['throughput']:.2f}"
+    deep = [r for r in load(f"remat-{CPU}")["rows"] if (r["model"], r["layers"]) == ("bert", 48)]
+    for key, kept in (("all", None), ("second", 2)):
+        (row,) = (row for row in deep if row["every"] == kept and not row["remat"])
+        found[f"keep_{key}_gb"] = f"{row['temp_bytes'] / 1e9:.1f}"
+    found["flax_resnet"] = f"{one_line()[FUSED['ResNet-50, Flax']].gains()[0]:.2f}"
+    return found
+
+
 def numbers() -> dict[str, str]:
     """Key -> text, for the README's markers and the documentation's substitutions."""
     means = {family: geometric_mean(family_speedups(family)) for family in families(H100)}
@@ -182,7 +236,7 @@ def numbers() -> dict[str, str]:
     found["resnet"] = f"{speedup(load(f'resnet-{H100}')['steps']):.2f}"
     for who, row in steps()["decoder"].items():
         found[f"decoder_{who}_gb"] = f"{row['temp_bytes'] / 1e9:.1f}"
-    found |= of_others()
+    found |= of_others() | sources()
     by_hand = one_line()["Llama-type decoder by hand"]
     found |= {"llama_plain_gb": f"{by_hand.plain_gb:.1f}", "llama_gb": f"{by_hand.gb:.1f}"}
     differences = load(f"resnet-{H100}")["differences"]
