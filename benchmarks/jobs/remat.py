@@ -15,9 +15,11 @@ import math
 import jax
 import jax.numpy as jnp
 
+from benchmarks import installed
 from benchmarks.processes import jax_calls
 from benchmarks.programs import temp_bytes
-from jax_fastops.models import bert, decoder
+
+bert, decoder = (installed(f"jax_fastops.models.{name}") for name in ("bert", "decoder"))
 
 MODELS = {"bert": bert, "decoder": decoder}
 # BERT-base and a decoder of its size.

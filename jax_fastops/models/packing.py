@@ -176,8 +176,13 @@ class Batches(Iterator[Packed]):
     """
 
     def __init__(
-        self, source: Iterator[ArrayLike], length: int, rows: int, max_segments, padding: int
-    ):
+        self,
+        source: Iterator[ArrayLike],
+        length: int,
+        rows: int,
+        max_segments: int | None,
+        padding: int,
+    ) -> None:
         self._source: Any = source
         self._length, self._rows = length, rows
         self._max_segments, self._padding = max_segments, padding

@@ -327,7 +327,7 @@ def bert_masked_lm_loss(
     config: bert.Config,
     **options: Any,
 ) -> jax.Array:
-    """:func:`bert.masked_lm_loss <jax_fastops.models.bert.masked_lm_loss>` of :func:`bert_apply`.
+    """``bert.masked_lm_loss`` of :func:`bert_apply`.
 
     Args:
       params: parameters, as from :func:`stack_layers`.
