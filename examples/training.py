@@ -167,7 +167,7 @@ def parse(example: Example, argv: Sequence[str] | None) -> argparse.Namespace:
     loop.check_options(options, parser)
 
     # Rotary embeddings have no largest position.
-    longest = getattr(example.configs[options.config], "positions", math.inf)
+    longest = example.configs[options.config].positions or math.inf
     if options.length > longest:
         options.error(
             f"--length is {options.length}; with --config {options.config} it may be "

@@ -130,7 +130,9 @@ def _apply(name: str, x, bias, num_heads, parts: int) -> Any:
         bias = bias.astype(accumulator_dtype(x.dtype))
     results = ", ".join([f"... {num_heads} *s {head_size}"] * parts)
     signature = f"... *s {x.shape[-1]}, {x.shape[-1]} -> {results}"
-    features = dict(head_bytes=head_size * x.dtype.itemsize, bias=bias is not None)
+    size = head_size * x.dtype.itemsize
+    whole = size % 16 == 0  # else a bias is added to element by element
+    features = dict(head_bytes=size, bias=bias is not None and whole, aligned=bias is None or whole)
     return _OPS[parts](
         x, bias, signature=signature, limit=_limit(x, bias), features=features, **options
     )

@@ -131,6 +131,7 @@ def test_dropout():
     "changes, error, message",
     [
         (dict(stage="x"), ValueError, r"stage is 'x'; it must be an axis of the mesh"),
+        (dict(data="stage"), ValueError, "data is 'stage', which is also the axis of the stages"),
         (dict(micro_batches=3), ValueError, "tokens has a batch of 8; it must be a multiple of 3"),
         (dict(micro_batches=0), ValueError, "micro_batches is 0; it must be 1 or more"),
         (

@@ -61,6 +61,7 @@ _known: dict[tuple[str, bool], tuple[Measured, str]] = {}
 _lock = threading.Lock()
 # The verdicts on regions by their structures, times and platforms.
 _decided: dict[tuple, Verdict | None] = {}
+_UNKNOWN: Any = object()
 
 
 def clear() -> None:
@@ -103,9 +104,10 @@ def verdicts(
     for region in found:
         times, source = known.get(region, ({}, ""))
         key = region.structure, *times.items(), source, platform
-        if key not in _decided:
-            _decided[key] = _verdict(region, times, source, platform)
-        if (verdict := _decided[key]) is not None:
+        verdict = _decided.get(key, _UNKNOWN)  # another thread may clear them
+        if verdict is _UNKNOWN:
+            verdict = _decided[key] = _verdict(region, times, source, platform)
+        if verdict is not None:
             result |= dict.fromkeys(region.rewrites, verdict)
     return result
 

@@ -68,7 +68,7 @@ _CHECK = Checks("pipeline")
 
 
 def stack_layers(params: dict[str, Any], stages: int) -> dict[str, Any]:
-    """Stacks the layers, and adds layers of zeros until ``stages`` divides their number.
+    """Stacks the layers, and repeats the last one until ``stages`` divides their number.
 
     Args:
       params: parameters of :mod:`~jax_fastops.models.bert` or
@@ -89,7 +89,7 @@ def stack_layers(params: dict[str, Any], stages: int) -> dict[str, Any]:
     layers = layers if isinstance(layers, dict) else _parameters.stack(layers)
 
     def filled(a):
-        return jnp.pad(a, ((0, -len(a) % stages), *((0, 0),) * (a.ndim - 1)))
+        return jnp.concatenate([a, jnp.broadcast_to(a[-1:], (-len(a) % stages, *a.shape[1:]))])
 
     return params | {"layers": jax.tree.map(filled, layers)}
 
@@ -102,7 +102,15 @@ def unstack_layers(params: dict[str, Any], config: bert.Config | decoder.Config)
       >>> len(pipeline.unstack_layers(params, bert.SMALL)["layers"])
       2
     """
-    layers = jax.tree.map(lambda a: a[: config.layers], params["layers"])
+    _model(config)
+    _CHECK.type("params", params, dict, "a dict")
+    layers = params.get("layers")
+    _CHECK.type("params['layers']", layers, dict, "a dict, as stack_layers makes it")
+    if (count := len(jax.tree.leaves(layers)[0])) < config.layers:
+        raise ValueError(
+            f"pipeline: params['layers'] has {count}, but config.layers is {config.layers}"
+        )
+    layers = jax.tree.map(lambda a: a[: config.layers], layers)
     return params | {"layers": layers if config.scan else _parameters.unstack(layers)}
 
 
@@ -125,7 +133,7 @@ def partition_specs(
       stage: the name of the mesh axis of the stages.
       tensor: the name of the mesh axis of tensor parallelism.
       heads: ``mlm``, ``nsp``, ``labels`` and ``qa``, as in
-        :func:`jax_fastops.models.bert.partition_specs`.
+        :func:`jax_fastops.models.bert.partition_specs`; only for a BERT.
 
     Example:
       >>> specs = pipeline.partition_specs(decoder.SMALL)
@@ -133,6 +141,8 @@ def partition_specs(
       True
     """
     model, stacked = _model(config), dataclasses.replace(config, scan=True)
+    if heads and model is decoder:
+        raise ValueError(f"pipeline: {next(iter(heads))} is for a BERT")
     axes: Any = (stage, tensor) if config.tensor_parallel else stage
     own = model.partition_specs(stacked, tensor=tensor, **heads)["layers"]
     specs = model.partition_specs(_outer(stacked), tensor=axes, **heads)
@@ -388,6 +398,8 @@ class _Run(NamedTuple):
             )
         if kinds != {AxisType.Auto}:
             raise ValueError(f"pipeline: the mesh has axes {mesh.axis_types}; all must be Auto")
+        if data == stage:
+            raise ValueError(f"pipeline: data is {data!r}, which is also the axis of the stages")
         micro_batches = _CHECK.integer("micro_batches", micro_batches, 1)
         if batch % (micro_batches * sizes.get(data, 1)):
             raise ValueError(
@@ -449,7 +461,8 @@ class _Run(NamedTuple):
         def tick(held, now):
             number, new = now
             x = jnp.where(here == 0, new, held)
-            # A stage without a micro-batch computes something that nothing uses.
+            # A stage without a micro-batch computes something that nothing uses, of real numbers:
+            # the gradient of a norm of zeros need not be finite.
             which = jnp.clip(number - here, 0, count - 1)
             own = jax.tree.map(
                 lambda a: jax.lax.dynamic_index_in_dim(a, which, keepdims=False), given
@@ -458,9 +471,10 @@ class _Run(NamedTuple):
             x = self._stage(*layers_of(layers, x, own, index), x, here)
             return jax.lax.ppermute(x, self.stage, sends), x
 
-        held, results = jnp.zeros_like(x[0]), []
+        held, results = x[0], []
         if self.config.scan:
-            new = jnp.pad(x, ((0, self.stages - 1), *((0, 0),) * (x.ndim - 1)))
+            more = jnp.broadcast_to(x[-1:], (self.stages - 1, *x.shape[1:]))
+            new = jnp.concatenate([x, more])
             _, results = jax.lax.scan(tick, held, (jnp.arange(len(new)), new))
         else:
             for number in range(count + self.stages - 1):

@@ -27,6 +27,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -37,7 +38,7 @@ def shardings(arrays: Any, mesh: Mesh, *, axis: str = "data", specs: Any = None)
     """The sharding of each array over one more axis of a mesh.
 
     That axis shards the first dimension that it divides and that no other axis shards. An array
-    without such a dimension stays as ``specs`` says.
+    without such a dimension, or that the axis shards already, stays as ``specs`` says.
 
     Args:
       arrays: a tree of arrays or ``jax.ShapeDtypeStruct``, such as parameters or the state of an
@@ -59,7 +60,11 @@ def shardings(arrays: Any, mesh: Mesh, *, axis: str = "data", specs: Any = None)
         raise ValueError(f"zero: axis is {axis!r}; the mesh has {mesh.axis_names}")
 
     def sharding(array, spec):
+        if len(spec) > len(array.shape):
+            raise ValueError(f"zero: specs has {spec} for an array of shape {array.shape}")
         own = [*spec, *(None,) * (len(array.shape) - len(spec))]
+        if any(axis in (one if isinstance(one, tuple) else (one,)) for one in own):
+            return NamedSharding(mesh, spec)
         for dim, size in enumerate(array.shape):
             if own[dim] is None and size % mesh.shape[axis] == 0:
                 own[dim] = axis
@@ -75,10 +80,10 @@ def gather(
     """Whole parameters for a forward pass, from parts that are sharded by :func:`shardings`.
 
     Args:
-      params: a tree of dictionaries of arrays.
+      params: a tree of arrays.
       mesh, axis, specs: as in :func:`shardings`.
-      dtype: of the result, such as ``config.dtype``. Parameters named ``"scale"`` and ``"bias"``
-        keep theirs.
+      dtype: of the result, such as ``config.dtype``. Parameters named ``"scale"`` and ``"bias"``,
+        and those that are not floating-point, keep theirs.
 
     Returns:
       The parameters, sharded as ``specs`` says. Their gradients have the dtype of the result until
@@ -91,7 +96,9 @@ def gather(
     """
 
     def gathered(path, array, spec, part):
-        own = array.dtype if path[-1].key in ("scale", "bias") else dtype
+        name = getattr(path[-1], "key", None) if path else None
+        keeps = name in ("scale", "bias") or not jnp.issubdtype(array.dtype, jnp.floating)
+        own = array.dtype if keeps else dtype
         return _moved(part, NamedSharding(mesh, spec), own, array)
 
     specs, parts = _specs_of(params, specs), shardings(params, mesh, axis=axis, specs=specs)

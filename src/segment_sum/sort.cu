@@ -358,7 +358,7 @@ cudaError_t SegmentSort(const SegmentSortCall& call, cudaStream_t stream) {
   const int bits = static_cast<int>(call.bits), passes = (width + bits - 1) / bits;
   const int64_t pairs = passes > 1 ? 2 * call.rows : 0;
   if (tiles > 1 && call.work_size < pairs + ((tiles + 1) << bits)) return cudaErrorInvalidValue;
-  if (call.lists * tiles > kMax || call.lists << (bits - kMinBits) > kMax) {
+  if (call.lists * tiles > kMax || (tiles > kUnscanned && call.lists << (bits - kMinBits) > kMax)) {
     return cudaErrorInvalidConfiguration;
   }
 
