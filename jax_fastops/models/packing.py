@@ -297,7 +297,8 @@ def unpack(packed: Packed, outputs: Any) -> list[np.ndarray | None]:
 
 
 def _checked(length, rows, max_segments, padding) -> tuple[int, Any, int | None]:
-    _CHECK.integer("padding", padding, -(2**31))
+    if _CHECK.integer("padding", padding, -(2**31)) >= 2**31:
+        raise ValueError(f"packing: padding is {padding}; it must fit into int32")
     length = _CHECK.integer("length", length, 1)
     rows = None if rows is None else _CHECK.integer("rows", rows, 1)
     if max_segments is not None:
@@ -315,6 +316,8 @@ def _sequence(value, length: int, index: int) -> np.ndarray:
         )
     if not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"packing: sequence {index} is of {array.dtype}; it must be of integers")
+    if array.dtype.itemsize >= 4 and not (array.astype(np.int32) == array).all():
+        raise ValueError(f"packing: sequence {index} has tokens that do not fit into int32")
     return array.astype(np.int32)
 
 
