@@ -69,9 +69,9 @@ size, work = Feature("bytes"), Feature("work")
 row_bytes, row_count, inner_bytes = map(Feature, ("row_bytes", "row_count", "inner_bytes"))
 head_bytes, groups, radius, keys = map(Feature, ("head_bytes", "groups", "radius", "keys"))
 inner, ends = inner_bytes >= 1, Feature("ends") >= 1
-aligned, mixed, masked, broadcast, bias, norm, rows, across, undivided = (
+aligned, mixed, masked, broadcast, whole_bias, norm, rows, across, undivided = (
     Feature(name) >= 1
-    for name in "aligned mixed masked broadcast bias norm rows across undivided".split()
+    for name in "aligned mixed masked broadcast whole_bias norm rows across undivided".split()
 )
 
 _DTYPES = {
@@ -171,8 +171,10 @@ _CUDA = _entries([
      aligned & (size >= MB) & (head_bytes < 512)),
     ("split_heads", "float16", NEVER, aligned & (size >= MB) & (head_bytes < 512)),
     ("split_heads", "float32", NEVER, aligned & (size >= 512 * KB) & (head_bytes < 512)),
-    ("split_qkv_heads", "bfloat16", NEVER, bias & (head_bytes >= 96) & (size >= 512 * KB)),
-    ("split_qkv_heads", "float32", NEVER, bias & (head_bytes >= 128) & (size >= 2 * MB)),
+    ("split_qkv_heads", "bfloat16", NEVER,
+     whole_bias & (head_bytes >= 96) & (size >= 512 * KB)),
+    ("split_qkv_heads", "float32", NEVER,
+     whole_bias & (head_bytes >= 128) & (size >= 2 * MB)),
     ("split_qkv_heads", "float64", NEVER, size >= 4 * MB),
     ("split_qkv_heads_rotary", "half", norm & (size >= 4 * MB),
      norm.then(size >= 4 * MB, size >= 6 * MB)),

@@ -131,8 +131,8 @@ def _apply(name: str, x, bias, num_heads, parts: int) -> Any:
     results = ", ".join([f"... {num_heads} *s {head_size}"] * parts)
     signature = f"... *s {x.shape[-1]}, {x.shape[-1]} -> {results}"
     size = head_size * x.dtype.itemsize
-    whole = size % 16 == 0  # else a bias is added to element by element
-    features = dict(head_bytes=size, bias=bias is not None and whole, aligned=bias is None or whole)
+    whole, biased = size % 16 == 0, bias is not None  # other heads add a bias element by element
+    features = dict(head_bytes=size, whole_bias=biased and whole, aligned=not biased or whole)
     return _OPS[parts](
         x, bias, signature=signature, limit=_limit(x, bias), features=features, **options
     )
