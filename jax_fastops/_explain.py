@@ -25,7 +25,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import AxisType, get_abstract_mesh
 
-from jax_fastops._arguments import array_leaves, placed, selected
+from jax_fastops._arguments import array_leaves, check_function, placed, selected
 from jax_fastops._dispatch import Choice, Decision, lowering_platform
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -171,8 +171,7 @@ def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
       (True, "the implementation is 'native'", 8192)
     """
 
-    if not callable(fn):
-        raise TypeError(f"explain: fn is of type {type(fn).__name__}; it must be a function")
+    check_function("explain", fn)
 
     @functools.wraps(fn)
     def explained(*args: Any, **kwargs: Any) -> Explanation:

@@ -22,14 +22,18 @@ class Checks(NamedTuple):
     def type(self, name: str, value, types, accepted: str) -> None:
         """``value`` is of one of the types, which ``accepted`` describes."""
         if not isinstance(value, types):
-            kind = type(value).__name__
-            raise TypeError(f"{self.model}: {name} is of type {kind}; it must be {accepted}")
+            kind, advice = f"of type {type(value).__name__}", ""
+            if isinstance(value, Tracer):
+                kind, advice = "traced", " (pass it by static_argnames)"
+            raise TypeError(f"{self.model}: {name} is {kind}; it must be {accepted}{advice}")
 
-    def choice(self, name: str, value, choices: tuple[str, ...]) -> None:
+    def choice(self, name: str, value, choices: tuple[str, ...], advice: str = "") -> None:
         """``value`` is one of the choices."""
         if value not in choices:
             accepted = ", ".join(map(repr, choices))
-            raise ValueError(f"{self.model}: {name} is {value!r}; it must be one of {accepted}")
+            raise ValueError(
+                f"{self.model}: {name} is {value!r}; it must be one of {accepted}{advice}"
+            )
 
     def finite(self, **values: float) -> None:
         """The values are 0 or more, and finite."""
