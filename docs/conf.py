@@ -53,6 +53,7 @@ myst_substitutions = numbers.numbers()
 myst_heading_anchors = 3
 
 autodoc_typehints = "signature"
+autodoc_preserve_defaults = True  # a default such as FASTOPS by its name
 autodoc_type_aliases = {name: name for name in ("ArrayLike", "DTypeLike")}
 autodoc_member_order = "bysource"
 python_use_unqualified_type_names = True
