@@ -79,7 +79,7 @@ def write(folder: Path) -> None:
         ("pretraining-chart", pretraining, "BERT-base, pretraining"),
         ("inference-chart", inference, "BERT-base, inference"),
     ):
-        (folder / f"{name}.md").write_text(_figure(chart(folder / name), alt))
+        plot.write_changed(folder / f"{name}.md", _figure(chart(folder / name), alt))
     parts = {}
     for name in ("inference", "pretraining", "decoder"):
         results = load(f"{name}-{H100}")
@@ -120,7 +120,7 @@ def write(folder: Path) -> None:
     parts["ages"] = ages.table(numbers.loaded())
     parts["functions"] = _functions()
     for name, text in parts.items():
-        (folder / f"{name}.md").write_text(text)
+        plot.write_changed(folder / f"{name}.md", text)
 
 
 def _others() -> str:

@@ -1,5 +1,6 @@
 """Charts as SVG: one question each, at most 18 bars, drawn for a light and for a dark page."""
 
+import io
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,7 +107,14 @@ def _draw(theme: Theme, path, title, groups, series, line, axis, limit, unit="")
             fontsize=9,
             reverse=len(series) == 1,
         )
-        written = path.with_name(f"{path.name}-{theme.name}.svg")
-        figure.savefig(written, transparent=True, metadata={"Date": None})
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
         plt.close(figure)
-    return written
+    return write_changed(path.with_name(f"{path.name}-{theme.name}.svg"), text.getvalue())
+
+
+def write_changed(path: Path, text: str) -> Path:
+    """Writes a file, if that changes it: otherwise, Sphinx reads again all pages that have it."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    return path

@@ -96,7 +96,7 @@ class FuseReport:
         for r in self.replaced:
             result = f"{r.dtype}[{','.join(map(str, r.shape))}]"
             rows.append((r.pattern, result, _tables.size(r.saves), r.where, r.why))
-        tables = [(f"{len(self.replaced)} patterns replaced", rows if self.replaced else [])]
+        tables = [(f"{_patterns(self.replaced)} replaced", rows if self.replaced else [])]
         if self.missed:
             alike: dict[tuple, list[Missed]] = {}  # each layer of a model has the same
             for m in self.missed:
@@ -105,8 +105,12 @@ class FuseReport:
             for (name, *rest), group in alike.items():
                 name += f" ({len(group)} times)" if group[1:] else ""
                 rows.append((name, group[0].equation, *rest))
-            tables.append((f"{len(self.missed)} patterns left", rows))
+            tables.append((f"{_patterns(self.missed)} left", rows))
         return tables
+
+
+def _patterns(found: tuple) -> str:
+    return f"{len(found)} pattern{'s' * (len(found) != 1)}"
 
 
 # ---- what plans say ------------------------------------------------------------------------------
