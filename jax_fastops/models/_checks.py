@@ -22,10 +22,8 @@ class Checks(NamedTuple):
     def type(self, name: str, value, types, accepted: str) -> None:
         """``value`` is of one of the types, which ``accepted`` describes."""
         if not isinstance(value, types):
-            kind, advice = f"of type {type(value).__name__}", ""
-            if isinstance(value, Tracer):
-                kind, advice = "traced", " (pass it by static_argnames)"
-            raise TypeError(f"{self.model}: {name} is {kind}; it must be {accepted}{advice}")
+            kind = type(value).__name__
+            raise TypeError(f"{self.model}: {name} is of type {kind}; it must be {accepted}")
 
     def choice(self, name: str, value, choices: tuple[str, ...], advice: str = "") -> None:
         """``value`` is one of the choices."""
