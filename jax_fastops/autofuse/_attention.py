@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fastops import _implementation
+from jax_fastops._dispatch import lowering_platform
 from jax_fastops._settings import own_code
 from jax_fastops.attention import attention
 from jax_fastops.autofuse._bands import Band, added_band, band, cases, parts
@@ -23,7 +25,7 @@ from jax_fastops.autofuse._dropout import Drop, drop_at
 from jax_fastops.autofuse._masks import is_fill, no_row_is_empty
 from jax_fastops.autofuse._match import matched
 from jax_fastops.autofuse._pattern import MAX_RANK, PATTERNS, formulas
-from jax_fastops.autofuse._rule import Read, Rewrite, Rule
+from jax_fastops.autofuse._rule import Read, Rewrite, Rule, why_composed
 from jax_fastops.autofuse._value import USED, Map, Node, Value, View, compose
 
 _NEAR = {  # operations on scores that the op has not
@@ -96,6 +98,10 @@ class AttentionRule(Rule):
             options["dropout_rate"] = drop.rate
         options |= form.options()
         rewrite = self.search.rewrite(name, _attention, [value], reads, options, frozenset(inner))
+        # Products in the op's own layout gain nothing on a GPU. The softmax may match by itself.
+        if isinstance(rewrite, Rewrite) and _implementation.current() == "auto":
+            if lowering_platform() == "cuda" and (reason := why_composed(rewrite.call)):
+                rewrite = reason
         if isinstance(rewrite, str):
             return self.miss(name, value, rewrite, is_part=True)
         note = "a query without keys gives 0" if form.may_be_empty() else ""

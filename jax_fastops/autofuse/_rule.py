@@ -302,6 +302,14 @@ def calls_op(call: Call) -> bool:
     return bool(_decisions(call))
 
 
+def why_composed(call: Call) -> str:
+    """Why the op of a call is computed by other ops, or an empty text if it has a kernel."""
+    for own in _decisions(call)[:1]:  # the others are those of the ops that compute it
+        if not (own.forward.kernel or own.gradient.kernel):
+            return own.gradient.reason
+    return ""
+
+
 def takes_kernel(call: Call) -> tuple[bool, bool]:
     """Whether a call takes a kernel without a gradient, and in a step."""
     decisions = _decisions(call)
