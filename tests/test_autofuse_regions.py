@@ -358,9 +358,10 @@ def test_a_folder_that_appears_changes_nothing(cache, times, monkeypatch):
     assert (cache / "new").is_dir() and times["timed"] == ["layer_norm"]
 
 
-def test_equal_times_decide_nothing(cache, times):
+@pytest.mark.parametrize("plain", [1.0, 1e-5])
+def test_equal_times_decide_nothing(cache, times, plain):
     by_table = calls(fo.autofuse(block), *BLOCK), calls(fo.autofuse(loss_of(block)), *BLOCK)
-    times["forward"] = times["step"] = Times(1.0, 1.01)
+    times["forward"] = times["step"] = Times(plain, 1.01 if plain == 1 else plain + 9e-7)
     tuned = fo.autofuse(block, tune=True), fo.autofuse(loss_of(block), tune=True)
     assert tuple(calls(f, *BLOCK) for f in tuned) == by_table
 
