@@ -188,8 +188,10 @@ class Search:
         self.thorough: bool = thorough
         self.misses: list[Miss] = []
         self._programs: dict[tuple, Any] = {}
-        self._rules = {rule: rule(self) for rule in rules}
-        self._matches: dict[tuple[type[Rule], Value], Rewrite | None] = {}
+        # Each with what it said.
+        self._rules: dict[type[Rule], tuple[Rule, dict[Value, Rewrite | None]]] = {
+            rule: (rule(self), {}) for rule in rules
+        }
 
     def find(self, value: Value) -> Rewrite | None:
         """The match of the first rule that has one at this value."""
@@ -205,10 +207,10 @@ class Search:
 
     def match(self, rule: type[Rule], value: Value) -> Rewrite | None:
         """The match of one rule, which is asked once for each value."""
-        key = rule, value
-        if key not in self._matches:
-            self._matches[key] = self._rules[rule].match(value)
-        return self._matches[key]
+        asked, known = self._rules[rule]
+        if value not in known:
+            known[value] = asked.match(value)
+        return known[value]
 
     def rewrite(
         self, name: str, op: Callable, results: Sequence[Value], reads: Reads,

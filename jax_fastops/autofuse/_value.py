@@ -130,8 +130,12 @@ class Value:
         node = self.node
         if node.name == "div" and not self.is_floating:  # rounds towards 0
             return None
-        given = [v.number for v in node.inputs]
-        if not given or any(x is None for x in given):
+        given = []
+        for v in node.inputs:
+            if v.number is None:
+                return None
+            given.append(v.number)
+        if not given:
             return None
         if node.name in _MOVED:
             return given[0]
@@ -154,18 +158,30 @@ class Value:
     @functools.cached_property
     def before(self) -> dict[Value, int]:
         """The value and those before it that may be in one pattern with it, with their places."""
-        return values_before(self, IN_NO_PATTERN)
+        return self._around[0]
 
     @functools.cached_property
     def structure(self) -> int:
         """A number for what the values of ``before`` compute from each other."""
-        key: list[Any] = []
-        place = self.before.get
-        for value in self.before:
+        return _number_of(tuple(self._around[1]))
+
+    @functools.cached_property
+    def _around(self) -> tuple[dict[Value, int], list[Any]]:
+        """What is before, as ``values_before`` gives it, and what the values compute."""
+        places, order, key = {self: 0}, [self], []
+        for value in order:
             key.append(value.computation)
-            if value.node.name not in IN_NO_PATTERN:
-                key += [place(v) for v in value.node.inputs]
-        return _number_of(tuple(key))
+            node = value.node
+            if node.name in IN_NO_PATTERN:
+                continue
+            is_open = len(order) < _MOST_BEFORE
+            for v in node.inputs:
+                place = places.get(v)
+                if place is None and is_open:
+                    place = places[v] = len(order)
+                    order.append(v)
+                key.append(place)
+        return places, key
 
     @functools.cached_property
     def is_closed(self) -> bool:
