@@ -89,8 +89,8 @@ def matched(formula: Formula, root: Value) -> State | None:
         return Matcher()(formula, root)
     key = id(formula), view.map, source.structure, *[v.computation for v in passed]
     values = [*passed, *source.before]
-    if key in _known:
-        return _renamed(_known[key][1], values)
+    if (known := _known.get(key)) is not None:  # another thread may clear them
+        return _renamed(known[1], values)
     state = Matcher()(formula, root)
     if len(_known) > 10_000:
         _known.clear()
