@@ -301,8 +301,22 @@ def _taken(table, ids, *, fill: bool):
 
 def _table_gradient(residuals, cts, needs_grad, *, fill: bool, rows: int):
     del needs_grad, fill
-    (ids,) = residuals
-    return _sums_over_shards(cts[0], ids, segments=rows, ordered=False, wide=False), None
+    (ids,), (ct,) = residuals, cts
+    options: dict[str, Any] = dict(segments=rows, ordered=False, wide=False)
+    # Devices send the rows if these are smaller than the sums in float32, which they would add up.
+    if partitions() > 1 and ids.size * ct.dtype.itemsize <= rows * 4:
+        ct, ids = _on_every_device(ct, 1), _on_every_device(ids, 0)
+        ct, ids = merge(ct, 0, ids.ndim), merge(ids, 0, ids.ndim)
+        return _sums(ct, jax.lax.expand_dims(ids, (1,)), **options), None
+    return _sums_over_shards(ct, ids, **options), None
+
+
+def _on_every_device(x, last: int):
+    """``x``, of whose dimensions only the ``last`` ones stay sharded over explicit mesh axes."""
+    if (spec := spec_of(x)) is None:
+        return x  # a kernel without leading dimensions needs whole operands
+    spec = PartitionSpec(*(None,) * (x.ndim - last), *spec[x.ndim - last :])
+    return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, spec))
 
 
 def _take_pullback(residuals, cts, *, fill: bool, rows: int):
@@ -351,10 +365,11 @@ def take(table: ArrayLike, indices: ArrayLike, *, mode: str | None = None) -> ja
 
     Residuals: the indices (int32).
 
-    Sharding: the rows of the result are sharded like ``indices``. The gradient adds up the rows of
-    each shard of the first dimension of ``indices``, and then the sums by one all-reduce. With auto
-    mesh axes, it takes the reference if ``indices`` have several dimensions. A table that is
-    sharded over explicit mesh axes takes the reference.
+    Sharding: the rows of the result are sharded like ``indices``. If the result has no more bytes
+    than the table in float32, the gradient gathers the rows of all devices, and has the bits of one
+    device. Otherwise, it adds up the rows of each shard of the first dimension of ``indices``, and
+    then the sums by one all-reduce; with auto mesh axes, it takes the reference if ``indices`` have
+    several dimensions. A table that is sharded over explicit mesh axes takes the reference.
 
     Raises:
       TypeError: an argument is not an array, or ``indices`` are not integers.

@@ -1285,32 +1285,28 @@ def test_the_report_of_a_sum_of_products():
     assert missed.equation == "dot_general(float32[4,6,40], float32[4,6,40])"
 
 
-def test_equal_layers_are_matched_once(monkeypatch):
-    """Each further layer costs one match for each of its patterns."""
-    from jax_fastops.autofuse import _pattern_rule
+def test_equal_programs_are_matched_once(monkeypatch):
+    from jax_fastops.autofuse import _match
 
     count = []
 
-    class Counted(_pattern_rule.Matcher):
+    class Counted(_match.Matcher):
         def __init__(self):
             count.append(self)
             super().__init__()
 
-    monkeypatch.setattr(_pattern_rule, "Matcher", Counted)
+    monkeypatch.setattr(_match, "Matcher", Counted)
 
-    def matches(layers):
+    def matches(number):
         def f(x):
-            for _ in range(layers):
-                x = jnp.sin(x) @ jnp.ones((40, 40)) + x
-                x = x + jax.nn.gelu(by_moments(x, B, C) @ jnp.ones((40, 40)) + B)
-            return x
+            return x + jax.nn.gelu(by_moments(x, B, C) @ jnp.ones((40, 40)) + number * B)
 
         count.clear()
         jax.make_jaxpr(lambda x: fo.autofuse(f)(x))(X)
         return len(count)
 
-    matches(13)
-    assert matches(13) - matches(3) == 10 * 2
+    assert matches(3.25) > 0
+    assert matches(3.25) == 0
 
 
 @pytest.mark.parametrize("mapped", [False, True])

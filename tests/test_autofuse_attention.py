@@ -304,6 +304,16 @@ FORMS = {
 }
 
 
+def test_on_a_gpu_a_composed_call_is_left_to_its_softmax(monkeypatch):
+    monkeypatch.setattr(_attention, "lowering_platform", lambda: "cuda")
+    monkeypatch.setattr(_attention, "why_composed", lambda call: "no cuDNN")
+    args = [jax.ShapeDtypeStruct((8, 4, 256, 64), jnp.float32)] * 3
+    with fo.use_implementation("auto"):
+        found = report(_hand, *args)
+    assert [r.pattern for r in found.replaced] == ["scale + softmax"]
+    assert ("attention", "no cuDNN") in [(m.pattern, m.reason) for m in found.missed]
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name, calls):
     f, rest, wanted = FORMS[name]

@@ -11,6 +11,8 @@ from harness.case import VARIANT
 from harness.compat import x64
 from harness.numerics import assert_bitwise_equal, normal
 from harness.programs import targets_of
+from harness.sharding import collectives, mesh_for
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_fastops as fo
 
@@ -108,6 +110,27 @@ CLIP = rows("clip", (4, 2, 3), (6,), mode="clip", quick=VARIANT)
 @checks(TAKE, CLIP)
 def test_take(check):
     check()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_gradient_of_a_large_table_gathers_rows(kind):
+    """The sums have the bits of one device, and no device sends them."""
+    rng = np.random.default_rng(0)
+    table, weights = (normal(rng, shape, np.float32) for shape in ((512, 24), (16, 12, 24)))
+    ids = rng.integers(0, 512, (16, 12)).astype(np.int32)
+    gradient = jax.grad(lambda table, ids, weights: (fo.take(table, ids) * weights).sum())
+    expected = jax.jit(gradient)(table, ids, weights)
+    mesh = mesh_for(kind)
+    with jax.set_mesh(mesh):
+        specs = (PartitionSpec(), PartitionSpec("a"), PartitionSpec("a"))
+        args = (table, ids, weights)
+        args = [
+            jax.device_put(a, NamedSharding(mesh, spec))
+            for a, spec in zip(args, specs, strict=True)
+        ]
+        compiled = jax.jit(gradient).lower(*args).compile()
+    assert collectives(compiled.as_text()).keys() == {"all-gather"}
+    assert_bitwise_equal(compiled(*args), expected)
 
 
 # Values -------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ program, where a loop counts once.
 import contextlib
 import dataclasses
 import functools
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,7 @@ bert, decoder, pipeline, zero = (
 )
 
 RATE, DECAY = 1e-4, 0.01
+SETTINGS = ("CUDA_DEVICE_MAX_CONNECTIONS", "XLA_FLAGS")  # are recorded
 LAYOUTS = ("one", "data", "zero", "stage")
 SHAPES = {"bert": "32x512", "decoder": "8x2048"}
 
@@ -57,7 +59,9 @@ def rows(options):
 
 def facts(options) -> dict:
     names = ("devices", "micro_batches", "shape", "layers", "scan")
-    return {name: getattr(options, name) for name in names} | {"what": f"-{options.devices}"}
+    settings = {name: os.environ[name] for name in SETTINGS if name in os.environ}
+    found = {name: getattr(options, name) for name in names}
+    return found | {"settings": settings, "what": f"-{options.devices}"}
 
 
 def measure(options, model: str, layout: str) -> dict:

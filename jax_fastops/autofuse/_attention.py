@@ -16,15 +16,17 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fastops import _implementation
+from jax_fastops._dispatch import lowering_platform
 from jax_fastops._settings import own_code
 from jax_fastops.attention import attention
 from jax_fastops.autofuse._bands import Band, added_band, band, cases, parts
 from jax_fastops.autofuse._dropout import Drop, drop_at
 from jax_fastops.autofuse._masks import is_fill, no_row_is_empty
-from jax_fastops.autofuse._match import Matcher
+from jax_fastops.autofuse._match import matched
 from jax_fastops.autofuse._pattern import MAX_RANK, PATTERNS, formulas
-from jax_fastops.autofuse._rule import Read, Rewrite, Rule
-from jax_fastops.autofuse._value import USED, Map, Node, Value, View, compose, values_before
+from jax_fastops.autofuse._rule import Read, Rewrite, Rule, why_composed
+from jax_fastops.autofuse._value import USED, Map, Node, Value, View, compose
 
 _NEAR = {  # operations on scores that the op has not
     "tanh": "the op has no softcap",
@@ -96,6 +98,10 @@ class AttentionRule(Rule):
             options["dropout_rate"] = drop.rate
         options |= form.options()
         rewrite = self.search.rewrite(name, _attention, [value], reads, options, frozenset(inner))
+        # Products in the op's own layout gain nothing on a GPU. The softmax may match by itself.
+        if isinstance(rewrite, Rewrite) and _implementation.current() == "auto":
+            if lowering_platform() == "cuda" and (reason := why_composed(rewrite.call)):
+                rewrite = reason
         if isinstance(rewrite, str):
             return self.miss(name, value, rewrite, is_part=True)
         note = "a query without keys gives 0" if form.may_be_empty() else ""
@@ -519,13 +525,13 @@ def _logits(view: View, column: int) -> tuple[View, list[tuple[View, bool]], Any
         return None
     if axis is None or set(view.map) != set(value.identity) or not value.is_floating:
         return None
-    around = {v.node.name for v in values_before(value, ("dot_general",))}
+    around = {v.node.name for v in value.before}
     for pattern in PATTERNS:
         if not pattern.name.startswith("softmax") or not pattern.needs <= around:
             continue
         n = pattern.count(value.sizes, axis)
         first, *_ = formulas(pattern, value.dtype, len(value.long), axis, n)
-        if (state := Matcher()(first, value)) is not None:
+        if (state := matched(first, value)) is not None:
             leaves = (state.leaves[i] for i in range(len(pattern.leaves)))
             logits, *masks = (View(x.value, compose(view.map, x.map)) for x in leaves)
             return logits, [(mask, True) for mask in masks], state.inner

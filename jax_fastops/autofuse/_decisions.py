@@ -4,7 +4,8 @@ The rule, for a phase (a forward without a gradient, or a step):
 
 1. If the region was measured, now or before, and the form with the calls has much less memory for
    temporary arrays (at most half, and 250 MB less), it is taken unless it is more than 10% slower.
-2. Else, if the measured times of both forms differ by more than 2%, the faster one is taken.
+2. Else, if the measured times of both forms differ by more than 2% and one microsecond, the faster
+   one is taken.
 3. Else, on a GPU, the reference is taken if the model of bytes (``_cost.py``) speaks against the
    calls.
 4. Else the table decides for each call.
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jax_fastops import _explain, _native
+from jax_fastops import _native, _tables
 from jax_fastops._dispatch import lowering_platform
 from jax_fastops._implementation import Chosen
 from jax_fastops._version import __version__
@@ -41,7 +42,7 @@ from jax_fastops.autofuse._regions import Region, has_products, regions
 from jax_fastops.autofuse._rule import Rewrite
 from jax_fastops.autofuse._tune import PHASES, Times
 
-_SAME = 0.02  # a difference that two measurements of one program may have
+_SAME, _NOISE = 0.02, 1e-6  # a part, and seconds, that two times of one program may differ by
 _MUCH = 250e6  # bytes of memory, which are worth some time
 _SLOWER = 0.1  # this part of the time of the region
 _FORMAT = 2  # of a file
@@ -139,7 +140,7 @@ def _choice(times: Times) -> bool | None:
     saved = times.plain_bytes - times.kernel_bytes
     if saved >= max(_MUCH, times.plain_bytes / 2) and times.kernel <= (1 + _SLOWER) * times.plain:
         return True
-    if abs(times.kernel - times.plain) > _SAME * times.plain:
+    if abs(times.kernel - times.plain) > max(_SAME * times.plain, _NOISE):
         return times.kernel < times.plain
     return None
 
@@ -147,7 +148,7 @@ def _choice(times: Times) -> bool | None:
 def _text(times: Times) -> str:
     def of(seconds: float, size: float) -> str:
         time = f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
-        return f"{time} ({_explain.size(int(size))})"
+        return f"{time} ({_tables.size(int(size))})"
 
     kernel, plain = of(times.kernel, times.kernel_bytes), of(times.plain, times.plain_bytes)
     return f"{kernel} by kernel, {plain} plain"

@@ -14,7 +14,7 @@ import itertools
 import math
 import operator
 from collections.abc import Container, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.core
@@ -27,10 +27,10 @@ from jax_fastops._settings import fixed
 from jax_fastops.autofuse._graph import Graph
 from jax_fastops.autofuse._match import Matcher, State
 from jax_fastops.autofuse._pattern import MAX_RANK, PATTERNS, Compiler, Formula, Pattern, formulas
-from jax_fastops.autofuse._pattern_rule import IN_NO_PATTERN, kinds_of, operations_of
+from jax_fastops.autofuse._pattern_rule import kinds_of, operations_of
 from jax_fastops.autofuse._patterns import FORMS, absences, affine, moments
 from jax_fastops.autofuse._rule import ROW, Miss, Read, Rewrite, Rule, visible
-from jax_fastops.autofuse._value import FUSIBLE, USED, Node, Value, View, values_before
+from jax_fastops.autofuse._value import FUSIBLE, USED, Node, Value, View
 from jax_fastops.group_norm import group_norm
 
 # ---- patterns ------------------------------------------------------------------------------------
@@ -195,6 +195,9 @@ class _Norm(NamedTuple):
 class GroupNormRule(Rule):
     """``group_norm``."""
 
+    # What is no norm, by the structures of values.
+    without: ClassVar[set[tuple]] = set()
+
     def __init__(self, search):
         super().__init__(search)
         self._left: set[Value] = set()  # of norms that take no kernel
@@ -205,7 +208,10 @@ class GroupNormRule(Rule):
         if len(value.long) > MAX_RANK or value.view(False) is not None:
             return None
         source = value.source(narrowing=True).value
-        before, rank = values_before(source, IN_NO_PATTERN), len(value.long)
+        key = value.shape, value.dtype, _compat.x64_is_on(), source.structure
+        if key in self.without and not self.search.thorough:
+            return None
+        before, rank = source.before, len(value.long)
         sums = (v.node for v in before if v.node.name == "reduce_sum")
         sums = [s for s in sums if s.inputs[0].is_static and s.inputs[0].size == value.size]
         sums = list({(s.inputs[0].shape, str(s.params["axes"])): s for s in sums}.values())
@@ -220,7 +226,12 @@ class GroupNormRule(Rule):
                     if norm is not None:
                         return self._rewrite(value, norm, pattern.name, state.inner)
         norm = self._norm(value, {value, *before}, sums)
-        return None if norm is None else self._rewrite(value, norm)
+        if norm is not None:
+            return self._rewrite(value, norm)
+        if len(self.without) > 10_000:
+            self.without.clear()
+        self.without.add(key)
+        return None
 
     def _norm(self, value: Value, before: Container[Value], sums: Sequence[Node]) -> _Norm | None:
         """The group norm whose result is a value."""

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -33,8 +33,8 @@ class LinearLossRule(Rule):
 
     def match(self, value: Value) -> Rewrite | None:
         for losses in _losses_of(value):
-            found = (self.search.match(r, losses.each) for r in (OneHotLossRule, PatternRule))
-            match = next(filter(None, found), None)
+            each, find = losses.each, self.search.match
+            match = find(OneHotLossRule, each) or find(PatternRule, each)
             if match is None or not isinstance(call := match.call.op, LossCall):
                 continue
             rewrite = self._of_losses(value, losses, match, call)
@@ -133,8 +133,7 @@ class ProductCall:
 # ---- the losses ----------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Losses:
+class _Losses(NamedTuple):
     """The losses that a value is, or that it is ``factor`` times the sum of.
 
     Before the sum are ``factors``, the outermost first: what each is (see ``with_factors``), the
@@ -158,21 +157,21 @@ def _inside(losses: _Losses) -> Iterator[_Losses]:
     if (whole := losses.each.whole_source()) is None:
         return
     each = whole.value
-    losses = dataclasses.replace(losses, each=each)
+    losses = losses._replace(each=each)
     yield losses
     node, inputs = each.node, each.node.inputs
     if (multiple := each.multiple) is not None:
         number, array = multiple
         if array.shape == each.shape:
             factor = losses.factor * number
-            yield from _inside(dataclasses.replace(losses, each=array, factor=factor))
+            yield from _inside(losses._replace(each=array, factor=factor))
     elif node.name == "reshape" or (node.name == "reduce_sum" and not losses.factors):
-        yield from _inside(dataclasses.replace(losses, each=inputs[0]))
+        yield from _inside(losses._replace(each=inputs[0]))
     elif len(losses.factors) < _MAX_FACTORS:
         for factor, array in _factors(each):
             if factor[1].shape == array.shape:
                 factors = (*losses.factors, factor)
-                yield from _inside(dataclasses.replace(losses, each=array, factors=factors))
+                yield from _inside(losses._replace(each=array, factors=factors))
 
 
 def _factors(value: Value) -> Iterator[tuple[tuple[str, Value, bool | None], Value]]:

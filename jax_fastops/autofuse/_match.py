@@ -12,6 +12,7 @@ import math
 import operator
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -73,6 +74,36 @@ def _unreduced(order: Map, formula: Apply, found: Reduction) -> Map | None:
     own = *found.axes, *(found.rest[i] for i in order)
     pairs = dict(zip((*axes, *others), own, strict=True))
     return tuple([pairs[i] for i in range(len(pairs))])
+
+
+# The matches of formulas at structures, with values by their places. The formulas are kept, so that
+# no other one has their address.
+_known: dict[tuple, tuple[Formula, State | None]] = {}
+
+
+def matched(formula: Formula, root: Value) -> State | None:
+    """As ``Matcher()(formula, root)``. It matches once for values of equal structures."""
+    view = root.source(narrowing=True)
+    source, passed = view.value, view.passed[:-1]
+    if not source.is_closed:
+        return Matcher()(formula, root)
+    key = id(formula), view.map, source.structure, *[v.computation for v in passed]
+    values = [*passed, *source.before]
+    if (known := _known.get(key)) is not None:  # another thread may clear them
+        return _renamed(known[1], values)
+    state = Matcher()(formula, root)
+    if len(_known) > 10_000:
+        _known.clear()
+    _known[key] = formula, _renamed(state, {v: i for i, v in enumerate(values)})
+    return state
+
+
+def _renamed(state: State | None, values: Any) -> State | None:
+    """A state with other values."""
+    if state is None:
+        return None
+    leaves = {i: View(values[x.value], x.map, x.passed) for i, x in state.leaves.items()}
+    return State(leaves, state.free, tuple([values[v] for v in state.inner]))
 
 
 class Matcher:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jax_fastops.autofuse._losses import OF_ONE_HOT
 from jax_fastops.autofuse._masks import elements_of, name_of
-from jax_fastops.autofuse._match import Matcher, State
+from jax_fastops.autofuse._match import Matcher, State, matched
 from jax_fastops.autofuse._numpy import ELEMENTWISE
 from jax_fastops.autofuse._pattern import MAX_RANK, PATTERNS, Pattern, formulas
 from jax_fastops.autofuse._rule import Rewrite, Rule, Search, read_of
@@ -275,7 +275,9 @@ def _match(pattern: Pattern, axis: int, value: Value, x: View | None = None) -> 
     """The match of a pattern along a dimension of its operand, which may be known."""
     rank = len(value.long) if x is None else len(x.map)
     (formula,) = formulas(pattern, value.dtype, rank, axis)
-    return Matcher()(formula, value, State({} if x is None else {0: x}, {}, ()))
+    return (
+        matched(formula, value) if x is None else Matcher()(formula, value, State({0: x}, {}, ()))
+    )
 
 
 def _log_softmax(view: View, axis: int) -> tuple[View, State] | None:

@@ -11,7 +11,7 @@ from jax_fastops import _compat, _implementation
 from jax_fastops.autofuse._dropout import drop_at
 from jax_fastops.autofuse._heads import joined
 from jax_fastops.autofuse._masks import masked
-from jax_fastops.autofuse._match import Matcher, State
+from jax_fastops.autofuse._match import Matcher, State, matched
 from jax_fastops.autofuse._pattern import (
     KINDS,
     MAX_RANK,
@@ -46,19 +46,6 @@ def kinds_of(value: Value) -> set[str]:
     if value.node.name == "neg":
         return {"Sum", "Product"} | kinds_of(value.node.inputs[0].source(narrowing=True).value)
     return {_KINDS.get(value.node.name, value.node.name)}
-
-
-IN_NO_PATTERN = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call"}
-
-
-def _key(places: dict[Value, int]) -> tuple:
-    """What the values compute from each other. Equal keys are of equal computations."""
-    key: list = []
-    for value in places:
-        key.append(value.computation)
-        if value.node.name not in IN_NO_PATTERN:
-            key += map(places.get, value.node.inputs)
-    return tuple(key)
 
 
 def operations_of(values: Iterable[Value]) -> set:
@@ -122,8 +109,8 @@ class PatternRule(Rule):
             return None
         if not (value.is_array and value.is_floating and value.is_plain) or 0 in value.shape:
             return None
-        before = values_before(source, IN_NO_PATTERN)
-        key = value.shape, value.dtype, _compat.x64_is_on(), *_key(before)
+        before = source.before
+        key = value.shape, value.dtype, _compat.x64_is_on(), source.structure
         self._tried, whole, match = [], [], None
         for pattern, axis in self._candidates(value, source, before, key):
             is_whole, match = self._at(pattern, axis, value)
@@ -229,9 +216,9 @@ class PatternRule(Rule):
         if value in self._with_reductions and not pattern.needs & REDUCTIONS:
             return True, None  # here, and maybe elsewhere
         first = self._formulas(pattern, axis, value)[0]
-        matcher = Matcher()
-        state = matcher(first, value)
-        if state is None:
+        state = matched(first, value)
+        if state is None and self.search.thorough:
+            (matcher := Matcher())(first, value)
             part = len(set(matcher.seen)) / (1 + first.size)
             # Sums and products that are nearly a lerp are everywhere.
             near = part > 0.7 and first.size > 5 and _has_operations(first, matcher.seen)
@@ -240,6 +227,7 @@ class PatternRule(Rule):
                 at = value if stopped is None or stopped.node is NO_EQUATION else stopped
                 reason = "the formula differs from here on"
                 self._note(pattern.name, at, reason, min(part, 0.99), matcher.seen)
+        if state is None:
             return False, None
         return True, self._checked(pattern, axis, value, state)
 
@@ -353,7 +341,7 @@ class PatternRule(Rule):
             if not only:
                 self._note("bias + " + pattern.name, total, USED)
             # A root is of a norm, which comes later.
-            elif "root" not in operations_of(values_before(row, IN_NO_PATTERN)):
+            elif "root" not in operations_of(row.before):
                 operands = {"x": (one, Read(root.shape)), "bias": (row, ROW)}
                 yield "bias + ", pattern.biased, operands, [], {}
         op = pattern.sum_of or pattern.residual

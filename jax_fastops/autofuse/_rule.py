@@ -188,8 +188,10 @@ class Search:
         self.thorough: bool = thorough
         self.misses: list[Miss] = []
         self._programs: dict[tuple, Any] = {}
-        self._rules = {rule: rule(self) for rule in rules}
-        self._matches: dict[tuple[type[Rule], Value], Rewrite | None] = {}
+        # Each with what it said.
+        self._rules: dict[type[Rule], tuple[Rule, dict[Value, Rewrite | None]]] = {
+            rule: (rule(self), {}) for rule in rules
+        }
 
     def find(self, value: Value) -> Rewrite | None:
         """The match of the first rule that has one at this value."""
@@ -205,10 +207,10 @@ class Search:
 
     def match(self, rule: type[Rule], value: Value) -> Rewrite | None:
         """The match of one rule, which is asked once for each value."""
-        key = rule, value
-        if key not in self._matches:
-            self._matches[key] = self._rules[rule].match(value)
-        return self._matches[key]
+        asked, known = self._rules[rule]
+        if value not in known:
+            known[value] = asked.match(value)
+        return known[value]
 
     def rewrite(
         self, name: str, op: Callable, results: Sequence[Value], reads: Reads,
@@ -300,6 +302,14 @@ def why(call: Call) -> str:
 def calls_op(call: Call) -> bool:
     """Whether a call calls an op. If not, it moves operations of the program."""
     return bool(_decisions(call))
+
+
+def why_composed(call: Call) -> str:
+    """Why the op of a call is computed by other ops, or an empty text if it has a kernel."""
+    for own in _decisions(call)[:1]:  # the others are those of the ops that compute it
+        if not (own.forward.kernel or own.gradient.kernel):
+            return own.gradient.reason
+    return ""
 
 
 def takes_kernel(call: Call) -> tuple[bool, bool]:

@@ -25,7 +25,7 @@ from jax_fastops._arguments import placed, selected
 from jax_fastops._dispatch import lowering_platform
 from jax_fastops._settings import own_code
 from jax_fastops.autofuse._cost import traffic
-from jax_fastops.autofuse._regions import KEPT, Region
+from jax_fastops.autofuse._regions import KEPT, Region, has_products
 from jax_fastops.autofuse._rule import Rewrite
 from jax_fastops.autofuse._value import LOCAL, REDUCTIONS
 
@@ -118,7 +118,7 @@ def _compiled(region: Region, phase: str, fused: bool, program, x64: bool) -> An
     try:
         with _settings(x64):
             if phase == "step":
-                function = _step(region, function)
+                function = _step(region, function, fused)
             lists = [_types(region, phase)] * _copies(region, phase)
             return jax.jit(_chained(function)).lower(lists).compile()
     except Exception as error:  # whatever does not compile is not chosen
@@ -147,11 +147,13 @@ def _chained(function: Callable) -> Callable:
     return run
 
 
-def _step(region: Region, function: Callable) -> Callable:
+def _step(region: Region, function: Callable, fused: bool) -> Callable:
     """Results and gradients as a function of inputs and cotangents.
 
     The backward runs after the forward, from what a step keeps: inputs, results of reductions and
     of walls, what walls read, and what kernels keep. XLA computes all else again where it needs it.
+    A call that stands for products keeps what it keeps: a policy would split its loops, whose
+    parts exchange an array for each iteration.
     """
     chosen = _cotangents(region)
 
@@ -161,7 +163,8 @@ def _step(region: Region, function: Callable) -> Callable:
             return params["name"] == KEPT
         return name in REDUCTIONS or name not in LOCAL
 
-    function = jax.checkpoint(function, policy=keeps)
+    if not (fused and any(map(has_products, region.inner))):
+        function = jax.checkpoint(function, policy=keeps)
 
     def run(*args):
         inputs, cotangents = args[: len(region.inputs)], args[len(region.inputs) :]

@@ -12,7 +12,6 @@ import itertools
 import math
 import re
 import weakref
-from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -52,6 +51,8 @@ LOCAL = FUSIBLE.union(
     ("round", "floor", "ceil", "rem", "nextafter", "xor", "population_count"),
     ("shift_left", "shift_right_logical", "shift_right_arithmetic"),
 )
+IN_NO_PATTERN = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call"}
+_MOST_BEFORE = 120
 # They do not change the values.
 _IGNORED_PARAMS = {
     *("accuracy", "sharding", "out_sharding", "weak_type", "new_dtype"),
@@ -108,7 +109,7 @@ class Value:
     @property
     def is_static(self) -> bool:
         """Whether no dimension is symbolic."""
-        return all(isinstance(d, int) for d in self.shape)
+        return _is_static(self.shape)
 
     @property
     def is_plain(self) -> bool:
@@ -129,8 +130,12 @@ class Value:
         node = self.node
         if node.name == "div" and not self.is_floating:  # rounds towards 0
             return None
-        given = [v.number for v in node.inputs]
-        if not given or any(x is None for x in given):
+        given = []
+        for v in node.inputs:
+            if v.number is None:
+                return None
+            given.append(v.number)
+        if not given:
             return None
         if node.name in _MOVED:
             return given[0]
@@ -149,6 +154,40 @@ class Value:
             return _number_of((self.shape, self.dtype, number))
         place = node.outputs.index(self)
         return _number_of((self.shape, self.dtype, place, node.name, node.plain_meaning))
+
+    @functools.cached_property
+    def before(self) -> dict[Value, int]:
+        """The value and those before it that may be in one pattern with it, with their places."""
+        return self._around[0]
+
+    @functools.cached_property
+    def structure(self) -> int:
+        """A number for what the values of ``before`` compute from each other."""
+        return _number_of(tuple(self._around[1]))
+
+    @functools.cached_property
+    def _around(self) -> tuple[dict[Value, int], list[Any]]:
+        """What is before, as ``values_before`` gives it, and what the values compute."""
+        places, order, key = {self: 0}, [self], []
+        for value in order:
+            key.append(value.computation)
+            node = value.node
+            if node.name in IN_NO_PATTERN:
+                continue
+            is_open = len(order) < _MOST_BEFORE
+            for v in node.inputs:
+                place = places.get(v)
+                if place is None and is_open:
+                    place = places[v] = len(order)
+                    order.append(v)
+                key.append(place)
+        return places, key
+
+    @functools.cached_property
+    def is_closed(self) -> bool:
+        """Whether equal structures mean that a formula matches alike."""
+        whole = len(self.before) < _MOST_BEFORE
+        return whole and all(v.node.name != "reshard" for v in self.before)
 
     def source(self, narrowing: bool = False) -> View:
         """The array of which this is a view.
@@ -334,20 +373,23 @@ class Value:
         return True
 
 
-def values_before(value: Value, ends: Container[str] = (), limit: int = 120) -> dict[Value, int]:
+def values_before(
+    value: Value, ends: Container[str] = (), limit: int = _MOST_BEFORE
+) -> dict[Value, int]:
     """A value and those that it is computed from, the nearest first, with their places.
 
     They are up to ``limit``, and none before operations of these names.
     """
-    places = {value: 0}
-    left = deque([value])
-    while left and len(places) < limit:
-        node = left.popleft().node
+    places, order = {value: 0}, [value]
+    for each in order:
+        if len(order) >= limit:
+            break
+        node = each.node
         if node.name not in ends:
             for v in node.inputs:
                 if v not in places:
-                    places[v] = len(places)
-                    left.append(v)
+                    places[v] = len(order)
+                    order.append(v)
     return places
 
 
@@ -370,6 +412,11 @@ def _is_floating(dtype) -> bool:
 
 
 @functools.lru_cache(1024)
+def _is_static(shape: tuple) -> bool:
+    return all(isinstance(d, int) for d in shape)
+
+
+@functools.lru_cache(1024)
 def _long(shape: tuple) -> tuple[int, ...]:
     return tuple(i for i, d in enumerate(shape) if not (isinstance(d, int) and d == 1))
 
@@ -384,19 +431,17 @@ def _is_negative_iota(value: Value) -> bool:
 
 
 def equal(a: Value, b: Value, depth: int = 8) -> bool:
-    """Whether two values are computed alike."""
+    """Whether two values are computed alike, from operands that are in one pattern with them."""
     if a is b:
         return True
     if a.number is not None or b.number is not None:
         return a.aval == b.aval and a.number is not None and bool(a.number == b.number)
     x, y = a.node, b.node
-    if NO_EQUATION in (x, y) or not depth or x.name != y.name or x.equation.effects:
+    if NO_EQUATION in (x, y) or not depth or x.name != y.name or x.name in IN_NO_PATTERN:
         return False
-    return (
-        (a.aval, x.outputs.index(a), len(x.inputs)) == (b.aval, y.outputs.index(b), len(y.inputs))
-        and str(x.params) == str(y.params)
-        and all(equal(v, w, depth - 1) for v, w in zip(x.inputs, y.inputs, strict=True))
-    )
+    if x.equation.effects or x.plain_meaning is None or a.computation != b.computation:
+        return False
+    return all(equal(v, w, depth - 1) for v, w in zip(x.inputs, y.inputs, strict=True))
 
 
 def _is_never_negative(value: Value) -> bool:
@@ -479,7 +524,7 @@ class Node:
         """The parameters, without those that depend on sizes."""
         if not self.params:
             return ()
-        params = {k: v for k, v in self.params.items() if k not in _IGNORED_PARAMS}
+        params = None
         if self.name in REDUCTIONS:
             params = {"axes": _reduction(self).axes}
         if self.name == "iota":
@@ -491,8 +536,12 @@ class Node:
         if self.name == "custom_jvp_call":
             params = {"rule": _derivative_rule(self)}
         if self.name == "gather" and (along := _picks(self)) is not None:
+            params = self.params
             params = {"along": along, "fill": params["fill_value"], "mode": params["mode"]}
-        return tuple(sorted((k, str(v)) for k, v in params.items()))
+        if params is not None:
+            return _text_of(tuple(params.items()))
+        items = tuple(self.params.items())
+        return _known_text(items) if self.name in LOCAL else _text_of(items)
 
     @functools.cached_property
     def plain_meaning(self) -> tuple[Any, ...] | None:
@@ -504,6 +553,12 @@ class Node:
                         return None
         return self.meaning
 
+
+def _text_of(params: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((k, str(v)) for k, v in params if k not in _IGNORED_PARAMS))
+
+
+_known_text = functools.lru_cache(4096)(_text_of)
 
 _numbers = itertools.count()
 

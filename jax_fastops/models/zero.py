@@ -33,6 +33,8 @@ from jax.typing import DTypeLike
 
 __all__ = ["gather", "shardings"]
 
+_TABLES = ("head", "embeddings", "word")  # of words, in the models of this package
+
 
 def shardings(arrays: Any, mesh: Mesh, *, axis: str = "data", specs: Any = None) -> Any:
     """The sharding of each array over one more axis of a mesh.
@@ -87,7 +89,9 @@ def gather(
 
     Returns:
       The parameters, sharded as ``specs`` says. Their gradients have the dtype of the result until
-      they are summed, and then those of ``params``, and are sharded as these.
+      they are summed, and then those of ``params``, and are sharded as these. Those of ``"head"``,
+      ``"embeddings"`` and ``"word"`` are summed whole, and then cut: a loss adds them up in a loop,
+      and XLA would move the sum of each part into that loop.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -99,7 +103,8 @@ def gather(
         name = getattr(path[-1], "key", None) if path else None
         keeps = name in ("scale", "bias") or not jnp.issubdtype(array.dtype, jnp.floating)
         own = array.dtype if keeps else dtype
-        return _moved(part, NamedSharding(mesh, spec), own, array)
+        whole = NamedSharding(mesh, spec)
+        return _moved(part, whole, whole if name in _TABLES else part, own, array)
 
     specs, parts = _specs_of(params, specs), shardings(params, mesh, axis=axis, specs=specs)
     return jax.tree.map_with_path(gathered, params, specs, parts)
@@ -110,8 +115,11 @@ def _specs_of(arrays, specs):
     return jax.tree.map(lambda _: PartitionSpec(), arrays) if specs is None else specs
 
 
-def _moved(part: NamedSharding, whole: NamedSharding, dtype, array):
-    """The array in a dtype, cast where it is and then moved, and its gradient moved and cast."""
+def _moved(part: NamedSharding, whole: NamedSharding, summed: NamedSharding, dtype, array):
+    """The array in a dtype, cast where it is and then moved, and its gradient moved and cast.
+
+    ``summed`` is the sharding in which the gradient is added up.
+    """
     own = array.dtype
 
     @jax.custom_vjp
@@ -120,6 +128,7 @@ def _moved(part: NamedSharding, whole: NamedSharding, dtype, array):
         return jax.lax.with_sharding_constraint(x, whole)
 
     def backward(_, y):
+        y = jax.lax.with_sharding_constraint(y, summed)
         return (jax.lax.with_sharding_constraint(y, part).astype(own),)
 
     moved.defvjp(lambda x: (moved(x), None), backward)
