@@ -13,8 +13,9 @@
 ## make format      format all sources
 ## make lint        check formatting and style
 ## make types       check the types of the public functions
-## make wheel       build a wheel into dist/
-## make release     build sdist and wheel, audit them, and test the wheel in a fresh environment
+## make wheel       build wheels into dist/: the package with CPU kernels and, with JAX_FASTOPS_CUDA=ON, a plugin
+##                  with CUDA kernels
+## make release     build sdist and wheels, audit them, and test the wheels in a fresh environment
 ## make cuda-nvcc   install a CUDA compiler from PyPI into the environment, for building
 ## make cudnn       install cuDNN into the environment, whose headers the CUDA module needs for attention
 ## make clean       remove what was built, and the environments
@@ -30,13 +31,16 @@
 ##   JAX_FASTOPS_CUDA=AUTO  build CUDA kernels: ON, OFF or AUTO (if there is a CUDA compiler)
 ##                          (default: AUTO if nvidia-smi is on the PATH, else OFF)
 ##   CUDAARCHS=90           for these compute capabilities (default: 8.0, 9.0 and PTX for later ones)
-##   WHEEL=dist/NAME.whl    install this wheel and build nothing
+##   PLUGIN=cuda12          the plugin that 'make wheel' and 'make release' build (default: cuda13). CUDACXX names
+##                          an nvcc of this CUDA
+##   WHEEL=dist/NAME.whl    install this wheel, or these, and build nothing
 ##   JOBS=2                 test processes (default: the cores, at most 8)
 ##   PYTEST_ARGS='-k vmap'  more arguments for pytest
 ##   DEMO_ARGS=--quick      arguments for the demo; likewise BENCH_ARGS, SOAK_ARGS
 
 PYTHON ?= python3
 JAX ?= jax
+PLUGIN ?= cuda13
 VENV ?= .venv$(if $(JAX_VERSION),-jax-$(JAX_VERSION))
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 8 ? 8 : n)))
 
@@ -109,11 +113,12 @@ types: $(VENV)/.docs $(VENV)/.tools $(VENV)/.package
 	cd docs && PATH='$(abspath $(BIN))':"$$PATH" basedpyright --verifytypes jax_fastops --ignoreexternal
 
 wheel: | $(BIN)/python
-	rm -f dist/jax_fastops-*.whl
-	$(PIP) wheel --no-deps --wheel-dir dist .
+	rm -f dist/jax_fastops*.whl
+	JAX_FASTOPS_CUDA=OFF $(PIP) wheel --no-deps --wheel-dir dist .
+	$(if $(filter ON,$(JAX_FASTOPS_CUDA)),$(PIP) wheel --no-deps --wheel-dir dist ./plugins/$(PLUGIN))
 
 release: $(VENV)/.release
-	JAX='$(JAX)' PATH='$(abspath $(BIN))':"$$PATH" .ci/release
+	JAX='$(JAX)' PLUGIN='$(PLUGIN)' PATH='$(abspath $(BIN))':"$$PATH" .ci/release
 
 cuda-nvcc: $(VENV)/.cuda-nvcc
 

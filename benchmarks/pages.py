@@ -3,6 +3,7 @@
 ``docs/conf.py`` calls :func:`write`; pages include the files by name.
 """
 
+import math
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
@@ -58,8 +59,12 @@ GUIDES = {
         " of 128 to 896 tokens (`python -m benchmarks packing --model decoder`).",
     ),
 }
+# The ops in the chart of the bytes that they keep. Others keep their operands, or nothing.
+KEPT = ["relu", "dropout", "softmax", "cross_entropy", "layer_norm", "bias_act", "gated_act"]
+KEPT += ["batch_norm_add_relu", "group_norm"]
 CUT = 4.0  # floors: longer bars are cut
 MOST = 6  # rows of a chart
+SIDES = ("native", "jax.nn")
 
 
 def write(folder: Path) -> None:
@@ -70,10 +75,11 @@ def write(folder: Path) -> None:
     for name, chart, alt in (
         ("steps", steps, "Gains of training steps"),
         ("overview", overview, "Speed-ups of ops"),
+        ("kept", kept, "Bytes that ops keep for the backward"),
         ("pretraining-chart", pretraining, "BERT-base, pretraining"),
         ("inference-chart", inference, "BERT-base, inference"),
     ):
-        (folder / f"{name}.md").write_text(_figure(chart(folder / name), alt))
+        plot.write_changed(folder / f"{name}.md", _figure(chart(folder / name), alt))
     parts = {}
     for name in ("inference", "pretraining", "decoder"):
         results = load(f"{name}-{H100}")
@@ -114,7 +120,7 @@ def write(folder: Path) -> None:
     parts["ages"] = ages.table(numbers.loaded())
     parts["functions"] = _functions()
     for name, text in parts.items():
-        (folder / f"{name}.md").write_text(text)
+        plot.write_changed(folder / f"{name}.md", text)
 
 
 def _others() -> str:
@@ -168,6 +174,24 @@ def overview(path: Path) -> list[Path]:
     return _gains(path, question, groups, ["jax_fastops"], "jax.nn")
 
 
+def kept(path: Path) -> list[Path]:
+    """The chart of the bytes that a forward keeps for each element of its first operand."""
+    found: dict[str, tuple[str, tuple[float, ...]]] = {}
+    for slug in (H100, H200):
+        for case in (c for family in families(slug) for c in load(f"{slug}-{family}")["cases"]):
+            if case["op"] in KEPT and case["dtype"] == "bfloat16":
+                sides = (case["results"][name]["saved_bytes"]["total"] for name in SIDES)
+                values = tuple(side / math.prod(case["shapes"][0]) for side in sides)
+                found.setdefault(case["op"], (case_label(case), values))
+    question = (
+        "How many bytes are kept for the backward, for each element?\n"
+        "bfloat16; operands that are kept count"
+    )
+    groups = [plot.Bars(*found[op]) for op in KEPT]
+    axis = "bytes for each element (shorter is better)"
+    return plot.draw(path, question, groups, ("kernel", "jax.nn"), "", axis, limit=10)
+
+
 def job(path: Path, name: str, what: str, torch: str) -> list[Path]:
     """The chart of a job in bfloat16, of the rows in which a kernel of this package runs."""
     results = load(f"{name}-{H100}")
@@ -214,7 +238,7 @@ def _family(family: str, results: dict, path: Path) -> str:
     groups = []
     for case in shown:
         phase = main_phase(case)
-        sides = (case["results"][name]["phases"][phase] for name in ("native", "jax.nn"))
+        sides = (case["results"][name]["phases"][phase] for name in SIDES)
         only = ", forward" if steps and phase == "forward" else ""
         groups.append(plot.Bars(case_label(case) + only, tuple(s["of_floor"] for s in sides)))
     question = f"How close is a {of} to the speed of memory?\n{numbers.device(results)}, bfloat16"

@@ -1,8 +1,10 @@
 """Charts as SVG: one question each, at most 18 bars, drawn for a light and for a dark page."""
 
+import io
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -43,8 +45,9 @@ class Bars:
 def draw(path: Path, title: str, groups: Sequence[Bars], *args, **options) -> list[Path]:
     """Writes ``<path>-light.svg`` and ``<path>-dark.svg``; returns their paths.
 
-    ``series`` names the bars of each group, ``line`` what the vertical line at 1 stands for, and
-    ``axis`` the horizontal axis. A bar longer than ``limit`` is cut; its value is written on it.
+    ``series`` names the bars of each group, ``line`` what the vertical line at 1 stands for (there
+    is none if it is empty), and ``axis`` the horizontal axis. A bar longer than ``limit`` is cut;
+    its value is written on it.
     """
     if sum(len(group.values) for group in groups) > MOST_BARS:
         raise ValueError(f"{path.name}: more than {MOST_BARS} bars")
@@ -61,7 +64,8 @@ def _draw(theme: Theme, path, title, groups, series, line, axis, limit, unit="")
     # A group is a line with its label, a line for each bar, and a gap.
     rows = len(series) + 1.4
     question, _, facts = title.partition("\n")
-    heading = f"{textwrap.fill(question, 60)}\n{textwrap.fill(facts, 60)}"
+    fill = partial(textwrap.fill, width=60, break_on_hyphens=False)
+    heading = f"{fill(question)}\n{fill(facts)}"
     with plt.rc_context(settings):
         height = LINE * (rows * len(groups) + heading.count("\n")) + 1.1
         figure, axes = plt.subplots(figsize=(WIDTH, height), layout="constrained")
@@ -76,10 +80,10 @@ def _draw(theme: Theme, path, title, groups, series, line, axis, limit, unit="")
             axes.barh(places, lengths, 0.88, color=colors[index], label=name)
             for place, value in zip(places, values, strict=True):
                 text = f"{value:.2f}{unit}" if value < 10 else f"{value:.0f}{unit}"
-                after = 1 if 0.7 < value < 1 else min(value, end)  # clear of the line at 1
+                close = line and 0.7 < value < 1  # to the line at 1
                 axes.annotate(
                     text + (" (cut)" if value > end else ""),
-                    (after, place),
+                    (1 if close else min(value, end), place),
                     (3, 0),
                     textcoords="offset points",
                     va="center",
@@ -87,7 +91,9 @@ def _draw(theme: Theme, path, title, groups, series, line, axis, limit, unit="")
                 )
         tops = [rows * number + 0.5 for number in range(len(groups))]  # not across the labels
         ends = [top + len(series) for top in tops]
-        axes.vlines([1] * len(groups), tops, ends, color=theme.line, lw=1.3, label=line, zorder=3)
+        if line:
+            ones = [1] * len(groups)
+            axes.vlines(ones, tops, ends, color=theme.line, lw=1.3, label=line, zorder=3)
         axes.set_yticks([])
         axes.set_ylim(rows * len(groups) - 0.6, -0.7)
         axes.set_xlim(0, end * 1.2)
@@ -96,12 +102,19 @@ def _draw(theme: Theme, path, title, groups, series, line, axis, limit, unit="")
         figure.suptitle(heading, fontsize=10, x=0.01, ha="left")
         figure.legend(
             loc="outside lower center",
-            ncols=2 if len("".join((*series, line))) > 40 else len(series) + 1,
+            ncols=2 if len("".join((*series, line))) > 40 else len(series) + bool(line),
             frameon=False,
             fontsize=9,
             reverse=len(series) == 1,
         )
-        written = path.with_name(f"{path.name}-{theme.name}.svg")
-        figure.savefig(written, transparent=True, metadata={"Date": None})
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
         plt.close(figure)
-    return written
+    return write_changed(path.with_name(f"{path.name}-{theme.name}.svg"), text.getvalue())
+
+
+def write_changed(path: Path, text: str) -> Path:
+    """Writes a file, if that changes it: otherwise, Sphinx reads again all pages that have it."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    return path

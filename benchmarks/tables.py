@@ -125,7 +125,7 @@ def job_table(results: dict) -> str:
     with plain JAX only where a kernel is known to run.
     """
     header = [title for name, title in CASE.items() if name in results["rows"][0]]
-    header += [*JOBS.values(), "over plain JAX"]
+    header += [*(f"{name}, ms" for name in JOBS.values()), "over plain JAX"]
     sums = {"temp_bytes": ("temporary memory, GB", 1e-9), "latency_ms": ("waited for, ms", 1.0)}
     sums = {key: value for key, value in sums.items() if key in results["rows"][0]}
     kernels = "calls" in results["rows"][0]
@@ -152,7 +152,7 @@ def packing_table(results: dict) -> str:
     """A row per contender and shape of the job ``packing``. Tokens are those without padding."""
     rows = [row for row in results["rows"] if "ms" in row]
     base = max((r["tokens_per_s"] for r in rows if r["contender"] == "unpacked"), default=None)
-    header = ["rows", CASE["shape"], "not padding", "a step", "tokens per second"]
+    header = ["rows", CASE["shape"], "not padding", "a step, ms", "tokens per second"]
     return markdown(
         [*header, f"over {ROWS['unpacked']}"],
         [
@@ -175,8 +175,8 @@ def _kernels(row: dict) -> str:
 
 
 def _span(row: dict, key: str = "ms") -> str:
-    """``0.37 ms``, or ``0.37 ms (0.34 to 0.49)`` of several processes."""
-    text = f"{row[key]:.2f} ms"
+    """``0.37``, or ``0.37 (0.34 to 0.49)`` of several processes."""
+    text = f"{row[key]:.2f}"
     # Rows without their number of processes have all latencies if there were several.
     if row.get("processes", 1) > 1 or "all_latency_ms" in row:
         times = row[f"all_{key}"]
@@ -193,7 +193,8 @@ def fused_table(models: dict[str, dict]) -> str:
         memory = [row.get(f"{way}_temp_bytes") for way in ways]
         memory = ["-" if n is None else f"{n / 1e9:.1f}" for n in memory]
         rows.append([model, *cells, " / ".join(memory)])
-    return markdown(["model", *ways, "temporary memory, GB"], rows)
+    header = ["model", *(f"{way}, ms" for way in ways), "temporary memory, GB"]
+    return markdown(header, rows)
 
 
 def one_line_table(pairs: dict[str, Pair]) -> str:
@@ -216,7 +217,7 @@ def others_table(results: dict) -> str:
             continue
         cells = [row["program"]]
         for phase in ("forward", "step"):
-            cells.append(f"{statistics.mean(row[f'plain_{phase}_ms']):.2f} ms")
+            cells.append(f"{statistics.mean(row[f'plain_{phase}_ms']):.2f}")
             for way in ways:
                 if f"{way}_{phase}_ms" not in row:
                     cells.append("-")
@@ -233,7 +234,7 @@ def others_table(results: dict) -> str:
         body.append(cells)
     header = ["program"]
     for phase in ("forward", "step"):
-        header += [f"{phase}, plain", *(f"{phase}, gain of {OTHERS[way]}" for way in ways)]
+        header += [f"{phase}, plain, ms", *(f"{phase}, gain of {OTHERS[way]}" for way in ways)]
     header += [f"temporary memory of a {phase}, GB" for phase in ("forward", "step")]
     return markdown([*header, *(f"kernels in a step, {OTHERS[way]}" for way in ways)], body)
 

@@ -159,19 +159,47 @@ class Decoder(nn.Module):
 
 
 class Generation:
-    """Continues prompts with a decoder: a static cache, and a compiled step."""
+    """Continues prompts with a decoder: a static cache, and a step in a CUDA graph.
 
-    def __init__(self, model: Decoder, config, batch: int, capacity: int, dtype):
+    Inductor compiles the step, unless it is ``eager``.
+    """
+
+    def __init__(self, model: Decoder, config, batch: int, capacity: int, dtype, eager: bool):
         self.model = model
         shape = (batch, config.kv_heads, capacity, config.head_dim)
         self.cache = [
             [torch.zeros(shape, dtype=dtype, device=device()) for _ in range(2)]
             for _ in range(config.layers)
         ]
+        self.place = torch.arange(capacity, device=device())
+        if eager:
+            self.step = self.captured(batch) if device() == "cuda" else self.forward
+            return
         for tensor in (t for pair in self.cache for t in pair):
             torch._dynamo.mark_static_address(tensor)  # or there are no CUDA graphs
-        self.place = torch.arange(capacity, device=device())
         self.step = torch.compile(self.forward, mode="reduce-overhead", dynamic=False)
+
+    def captured(self, batch: int):
+        """The step as a CUDA graph of PyTorch's own kernels."""
+        tokens = torch.zeros((batch, 1), dtype=torch.long, device=device())
+        at, graph = self.place[:1].clone(), torch.cuda.CUDAGraph()
+        with torch.no_grad():
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self.forward(tokens, at)
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(graph):
+                new = self.forward(tokens, at)
+
+        def step(given, place):
+            tokens.copy_(given)
+            at.copy_(place)
+            graph.replay()
+            return new
+
+        return step
 
     def forward(self, tokens, at):
         """The next tokens, after the tokens at the positions ``at``."""

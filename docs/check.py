@@ -3,6 +3,7 @@
 Prints every problem, and fails if there is one.
 """
 
+import ast
 import doctest
 import importlib
 import pkgutil
@@ -16,6 +17,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import jax
+import nbformat
+import notebooks
 from bs4 import BeautifulSoup
 from sphinx.util.inventory import InventoryFile
 
@@ -50,6 +53,7 @@ def problems() -> Iterator[str]:
     yield from public_names()
     yield from families()
     yield from results()
+    yield from example_notebooks()
     for page in [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sources()]:
         yield from code_blocks(page)
 
@@ -145,6 +149,20 @@ def results() -> Iterator[str]:
     for name, _, changed in ages.older(numbers.loaded()) or ():
         if name.strip("`") not in listed:
             yield f"{name}: the kernels changed ({changed}), and benchmarks/index does not list it"
+
+
+def example_notebooks() -> Iterator[str]:
+    """Each example is a notebook of the site, whose cells are Python."""
+    for script in sorted(notebooks.EXAMPLES.rglob("*.py")):
+        if script.stem in notebooks.SHARED:
+            continue
+        file = SITE / "_sources" / "examples" / f"{script.stem}.ipynb"
+        if not file.exists():
+            yield f"{script.relative_to(ROOT)}: no page names it, so the site has no notebook of it"
+            continue
+        for cell in nbformat.read(file, 4).cells:
+            if cell.cell_type == "code" and not cell.source.startswith("%%"):
+                ast.parse(cell.source, script.name)  # raises a SyntaxError that shows the line
 
 
 def code_blocks(page: Path) -> Iterator[str]:

@@ -16,6 +16,8 @@ sys.path += [str(ROOT), str(ROOT / "docs")]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # cells show the same results on every machine
 
 import diagrams  # noqa: E402
+import notebooks  # noqa: E402
+from docutils import nodes  # noqa: E402
 
 import jax_fastops  # noqa: E402
 from benchmarks import numbers, pages  # noqa: E402
@@ -51,6 +53,7 @@ myst_substitutions = numbers.numbers()
 myst_heading_anchors = 3
 
 autodoc_typehints = "signature"
+autodoc_preserve_defaults = True  # a default such as FASTOPS by its name
 autodoc_type_aliases = {name: name for name in ("ArrayLike", "DTypeLike")}
 autodoc_member_order = "bysource"
 python_use_unqualified_type_names = True
@@ -64,11 +67,13 @@ copybutton_prompt_is_regexp = True
 html_theme = "sphinx_book_theme"
 html_title = "jax_fastops"
 html_static_path = ["_static"]
+html_favicon = html_logo = "_static/icon.svg"
 html_css_files = ["site.css"]
 html_theme_options = {
     "show_navbar_depth": 1,
     "home_page_in_toc": True,
     "navbar_persistent": [],  # the sidebar has the search
+    "logo": {"text": project},
 }
 # Buttons to the sources, to edit a page and to report a problem, once the address is a real one.
 repository = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
@@ -82,6 +87,35 @@ if ".example" not in repository:
     }
 
 
+# Names of other projects, which signatures and pages may use -> the page that describes them. Lists
+# for intersphinx would need a network.
+ELSEWHERE = {
+    r"jax\.sharding\..*": "https://docs.jax.dev/en/latest/jax.sharding.html#{}",
+    r"jax\.typing\..*": "https://docs.jax.dev/en/latest/jax.typing.html",
+    r"jax\..*": "https://docs.jax.dev/en/latest/_autosummary/{}.html",
+    r"numpy\..*": "https://numpy.org/doc/stable/reference/generated/{}.html",
+    r"collections\.abc\..*": "https://docs.python.org/3/library/collections.abc.html#{}",
+    r"os\..*": "https://docs.python.org/3/library/os.html#{}",
+}
+ALIASES = {
+    "ArrayLike": "jax.typing.ArrayLike",
+    "DTypeLike": "jax.typing.DTypeLike",
+    "np.ndarray": "numpy.ndarray",
+    "jax._src.mesh.Mesh": "jax.sharding.Mesh",
+    "jaxlib._jax.Sharding": "jax.sharding.Sharding",
+}
+
+
+def elsewhere(app, env, node, content):
+    """The link of a name that these pages do not document, if another project does."""
+    name = ALIASES.get(node["reftarget"], node["reftarget"])
+    if "._" in name or node.get("refdomain") != "py":
+        return None
+    pages = (page for pattern, page in ELSEWHERE.items() if re.fullmatch(pattern, name))
+    address = next(pages, None)
+    return address and nodes.reference("", "", content, refuri=address.format(name), reftitle=name)
+
+
 def with_short_types(app, what, name, obj, options, signature, result):
     """In a union, Sphinx writes an alias of a type as the object that stands for it."""
 
@@ -93,3 +127,5 @@ def with_short_types(app, what, name, obj, options, signature, result):
 
 def setup(app):
     app.connect("autodoc-process-signature", with_short_types)
+    app.connect("missing-reference", elsewhere)
+    app.connect("html-page-context", notebooks.offer, priority=502)  # after the theme's buttons

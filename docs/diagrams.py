@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
-from benchmarks.plot import THEMES, Theme
+from benchmarks.plot import THEMES, Theme, write_changed
 
 WIDTH = 360
 FONT = "font-family='-apple-system, Segoe UI, Helvetica, Arial, sans-serif'"
@@ -174,9 +174,9 @@ def write(folder: Path) -> None:
         for theme in THEMES:
             picture = Picture(theme)
             file = folder / f"diagram-{name}-{theme.name}.svg"
-            file.write_text(picture.svg(draw(picture)))
+            write_changed(file, picture.svg(draw(picture)))
             part += (
                 f"```{{image}} /_generated/{file.name}\n:class: only-{theme.name}\n:alt: {alt}\n"
                 f":width: {WIDTH}px\n```\n\n"
             )
-        (folder / f"diagram-{name}.md").write_text(part)
+        write_changed(folder / f"diagram-{name}.md", part)

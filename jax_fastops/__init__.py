@@ -9,8 +9,10 @@ it equals and what it keeps for the backward. Its example runs after these impor
 """
 
 import os
+import sys
+from typing import TYPE_CHECKING
 
-from jax_fastops import _explain, _native
+from jax_fastops import _explain, _names, _native
 from jax_fastops._dispatch import kernel_or
 from jax_fastops._explain import Explanation, OpCall, explain
 from jax_fastops._implementation import set_implementation, use_implementation
@@ -84,6 +86,13 @@ __all__ = [
     "use_implementation",
     "window_sum",
 ]
+
+if not TYPE_CHECKING:  # for type checkers, these names do not exist
+
+    def __getattr__(name: str):
+        text = f"module {__name__!r} has no attribute {name!r}{_names.advice(name)}"
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])
+
 
 _native.register()
 _explain.log(os.environ.get("JAX_FASTOPS_LOG", ""))

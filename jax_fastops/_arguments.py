@@ -65,6 +65,8 @@ def _is_array_like(value) -> bool:
 
 
 def _describe(value) -> str:
+    if isinstance(value, jax.core.Tracer):
+        return "traced"
     return "None" if value is None else f"of type {type(value).__name__}"
 
 
@@ -118,13 +120,19 @@ def real_number(op: str, name: str, value: object, advice: str = "") -> float:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         known = ", known when the function is traced" if isinstance(value, jax.core.Tracer) else ""
         raise TypeError(
-            f"{op}: {name} is of type {type(value).__name__}; it must be a Python or NumPy number"
-            f"{known}{advice}"
+            f"{op}: {name} is {_describe(value)}; it must be a Python or NumPy number{known}"
+            f"{advice}"
         )
     try:
         return float(value)
     except OverflowError:
         raise ValueError(f"{op}: {name} is {value}, which no float can hold") from None
+
+
+def check_function(op: str, fn: object) -> None:
+    """Raises ``TypeError`` if ``fn`` cannot be called."""
+    if not callable(fn):
+        raise TypeError(f"{op}: fn is {_describe(fn)}; it must be a function")
 
 
 def integer(op: str, name: str, value: SupportsIndex) -> int:
@@ -139,7 +147,9 @@ def one_of(op: str, name: str, value: object, known: Iterable[str]) -> None:
     """Raises ``ValueError`` if the value is not one of the known names."""
     if not isinstance(value, str) or value not in known:
         names = ", ".join(repr(name) for name in known)
-        raise ValueError(f"{op}: {name} is {value!r}; it must be one of {names}")
+        function = getattr(value, "__name__", None)
+        given = f"the function {function}" if callable(value) and function else repr(value)
+        raise ValueError(f"{op}: {name} is {given}; it must be one of {names}")
 
 
 def epsilon(op: str, eps: object) -> float:

@@ -25,7 +25,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import AxisType, get_abstract_mesh
 
-from jax_fastops._arguments import array_leaves, placed, selected
+from jax_fastops import _tables
+from jax_fastops._arguments import array_leaves, check_function, placed, selected
 from jax_fastops._dispatch import Choice, Decision, lowering_platform
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -84,7 +85,7 @@ class OpCall:
 
     def _cells(self) -> tuple[str, ...]:
         runs = "kernel" if self.kernel else "reference"
-        kept = size(self.kept) if self.differentiated else ""
+        kept = _tables.size(self.kept) if self.differentiated else ""
         operands = ", ".join(self.operands)
         return self.op, operands, runs, str(self.calls), kept, self.where, self.reason
 
@@ -118,8 +119,8 @@ class Explanation:
             return "no calls of ops; autofuse and patch put ops into a program"
         total = sum(call.calls for call in self.calls)
         kernels = sum(call.calls for call in self.calls if call.kernel)
-        kept = f"{size(self.kept)} kept for the backward"
-        return f"{total} calls, {kernels} by kernel; {kept}"
+        kept = f"{_tables.size(self.kept)} kept for the backward"
+        return f"{total} call{'s' * (total != 1)}, {kernels} by kernel; {kept}"
 
     def __str__(self) -> str:
         if sys.stdout.isatty():
@@ -127,7 +128,14 @@ class Explanation:
                 return self._colored()
             except ImportError:
                 pass
-        return table([_COLUMNS, *(call._cells() for call in self.calls)]) + self._summary()
+        return f"{_tables.text(self._rows(), 120)}\n{self._summary()}"
+
+    def _repr_html_(self) -> str:
+        """The table, in a notebook."""
+        return f"{_tables.as_html(self._rows())}<p>{self._summary()}</p>"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [_COLUMNS, *(call._cells() for call in self.calls)]
 
     def _colored(self) -> str:
         from rich.console import Console
@@ -171,8 +179,7 @@ def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
       (True, "the implementation is 'native'", 8192)
     """
 
-    if not callable(fn):
-        raise TypeError(f"explain: fn is of type {type(fn).__name__}; it must be a function")
+    check_function("explain", fn)
 
     @functools.wraps(fn)
     def explained(*args: Any, **kwargs: Any) -> Explanation:
@@ -415,23 +422,3 @@ def _devices(value) -> int:
     """The number of devices of a sharding, a mesh, or an array that has a sharding."""
     value = getattr(value, "sharding", value)
     return math.prod(getattr(getattr(value, "mesh", value), "axis_sizes", ()))
-
-
-# ---- text ----------------------------------------------------------------------------------------
-
-
-def size(n: int) -> str:
-    for unit in ("B", "kB", "MB"):
-        if n < 1000:
-            return f"{n:.3g} {unit}" if unit != "B" else f"{n} B"
-        n = n / 1000  # type: ignore[assignment]
-    return f"{n:.3g} GB"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(w) for cell, w in zip(row, widths, strict=False)]
-        lines.append("  ".join([*cells, row[-1]]).rstrip())
-    return "\n".join(lines) + "\n"

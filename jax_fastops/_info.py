@@ -26,8 +26,9 @@ def info() -> dict[str, Any]:
       - ``"version"``, ``"jax"``, ``"jaxlib"``: versions.
       - ``"commit"``: the Git commit of the sources, or ``None`` if it is not known.
       - ``"implementation"``: the value of :func:`set_implementation` in force.
-      - ``"modules"``: for each platform, how its native module was built (compiler, FFI version,
-        kernel ABI, instruction sets or compute capabilities), or ``None`` if it was not built.
+      - ``"modules"``: for each platform, the file of its native module and how it was built
+        (compiler, FFI version, kernel ABI, instruction sets or compute capabilities), or ``None``
+        if there is none.
       - ``"ops"``: for each op and platform, ``"native"`` if it has kernels, otherwise ``"xla"``.
 
     Example:
@@ -94,7 +95,7 @@ def describe() -> str:
     ]
     for platform, built in found["modules"].items():
         if built is None:
-            lines.append(f"  {platform}: not built")
+            lines.append(f"  {platform}: not installed")
             continue
         lines.append(f"  {platform}:")
         lines += [f"    {key}: {_plain(value)}" for key, value in built.items()]

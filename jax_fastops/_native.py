@@ -23,6 +23,9 @@ _ABI = 4
 # Module name -> (platform name of the FFI, platform name of lowering rules).
 _MODULES = {"_cpu": ("cpu", "cpu"), "_cuda": ("CUDA", "cuda")}
 
+# The versions of CUDA that have a plugin: a package with the module _cuda.
+_PLUGINS = (13, 12)
+
 _HERE = pathlib.Path(__file__).parent
 _REBUILD = (
     "Reinstall the package for this environment: 'pip install --force-reinstall --no-deps .' in a "
@@ -84,12 +87,15 @@ def _version_text(version: tuple[int, int] | None) -> str:
 
 def _load(name: str):
     """The native module, or None if an optional module was not built."""
-    full_name = f"jax_fastops.{name}"
+    full_name = f"jax_fastops.{name}"  # of _cuda, what was built here precedes a plugin
     if name == "_cpu" and not _is_present(full_name):
         _add_installed_folder()
-    if not _is_present(full_name):
-        if name == "_cuda":
+    if name == "_cuda" and not _is_present(full_name):
+        plugin = _plugin()
+        if plugin is None:
             return None
+        full_name = f"{plugin}._cuda"
+    if not _is_present(full_name):
         raise ImportError(
             f"{full_name}, the native module with the CPU kernels, is missing: the package was not "
             f"built. {_REBUILD}"
@@ -107,6 +113,25 @@ def _load(name: str):
             f"in {_HERE} need {_ABI}. {_REBUILD}"
         )
     return module
+
+
+def _plugin() -> str | None:
+    """The package with the CUDA module, of several that for the CUDA of jax's own plugin."""
+    found = [cuda for cuda in _PLUGINS if _is_present(f"jax_fastops_cuda{cuda}_plugin._cuda")]
+    if not found:
+        return None
+    cuda = next((cuda for cuda in found if _is_present(f"jax_cuda{cuda}_plugin")), found[0])
+    package = f"jax_fastops_cuda{cuda}_plugin"
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        version = __version__  # a folder on the path
+    if version != __version__:
+        raise ImportError(
+            f"{package} is of version {version}, and jax_fastops of version {__version__}. Install "
+            "the wheels of one version."
+        )
+    return package
 
 
 def _is_present(full_name: str) -> bool:
@@ -230,26 +255,24 @@ def gpu_problem() -> str | None:
     except RuntimeError:
         return None
     instead = "so GPU calls run as plain JAX"
-    if "cuda" not in _modules():
-        return (
-            f"the CUDA kernels were not built, {instead}. Reinstall with a CUDA 13 compiler and "
-            "JAX_FASTOPS_CUDA=ON to have them."
-        )
-    info = _modules()["cuda"].build_info()
-    built = int(info["runtime_version"].split(".")[0])
-    if 0 < info["driver_version"] // 1000 < built:
-        return (
-            f"the driver supports CUDA {info['driver_version'] // 1000}, and the kernels were "
-            f"built with CUDA {info['runtime_version']}, {instead}. Update the driver, or rebuild "
-            "with an older CUDA compiler."
-        )
     found = re.search(r"cuda (\d+)", getattr(devices[0].client, "platform_version", ""))
     major = found and (int(found[1]) // 1000 or int(found[1]))
+    if "cuda" not in _modules():
+        return f"the CUDA kernels are missing, {instead}. Install {_kernels_for(major or 13)}."
+    info = _modules()["cuda"].build_info()
+    built = int(info["runtime_version"].split(".")[0])
+    driver = info["driver_version"] // 1000
+    if 0 < driver < built:
+        return (
+            f"the driver supports CUDA {driver}, and the kernels were built with CUDA "
+            f"{info['runtime_version']}, {instead}. Update the driver, or install "
+            f"{_kernels_for(driver)}."
+        )
     if major and major < built:
         return (
             f"jax uses CUDA {major}, and the kernels were built with CUDA "
-            f"{info['runtime_version']}, {instead}. Install 'jax[cuda{built}]', or rebuild with "
-            f"a CUDA {major} compiler."
+            f"{info['runtime_version']}, {instead}. Install 'jax[cuda{built}]', or "
+            f"{_kernels_for(major)}."
         )
     for device in devices:
         if not any(_covers(name, device.compute_capability) for name in info["architectures"]):
@@ -259,6 +282,15 @@ def gpu_problem() -> str | None:
                 f"the kernels were built for {have}, {instead}. Rebuild with CUDAARCHS=native."
             )
     return None
+
+
+def _kernels_for(cuda: int) -> str:
+    """What to install for kernels of a CUDA version. No name of an index, where it is not ours."""
+    return (
+        f"the wheels jax_fastops-{__version__}-*.whl and jax_fastops_cuda{cuda}_plugin-"
+        f"{__version__}-*.whl, or build a checkout with a CUDA {cuda} compiler "
+        "('JAX_FASTOPS_CUDA=ON pip install .')"
+    )
 
 
 def status() -> dict[str, str]:
@@ -272,9 +304,10 @@ def status() -> dict[str, str]:
     try:
         jax.local_devices(backend="cuda")
     except RuntimeError:
-        has = "has" if "cuda" in modules else "has no"
-        jax_has = "jax has no GPU here (for one, install 'jax[cuda13]')"
-        return found | {"cuda": f"{jax_has}; the package {has} CUDA kernels"}
+        version = modules["cuda"].build_info()["runtime_version"] if "cuda" in modules else "13"
+        jax_has = f"jax has no GPU here (for one, install 'jax[cuda{version.split('.')[0]}]')"
+        has = f"kernels for CUDA {version} are" if "cuda" in modules else "CUDA kernels are not"
+        return found | {"cuda": f"{jax_has}; {has} installed"}
     if problem := gpu_problem():
         found["cuda"] = f"plain JAX: {problem}"
     return found
@@ -314,7 +347,7 @@ def build_info() -> dict:
     """How each platform's module was built. ``None`` if the module is absent."""
     infos = {platform: None for _, platform in _MODULES.values()}
     return infos | {
-        platform: {"ffi_api_version": _handlers[platform][0]} | m.build_info()
+        platform: {"file": m.__file__, "ffi_api_version": _handlers[platform][0]} | m.build_info()
         for platform, m in _modules().items()
     }
 

@@ -54,6 +54,7 @@ from jax_fastops._batch_norm_reference import (
     twice_if,
 )
 from jax_fastops._dispatch import SYMBOLIC, Refused, size_in_bytes
+from jax_fastops._names import elsewhere
 from jax_fastops._op import Op
 from jax_fastops._registry import example
 from jax_fastops._types import Flag, fans_out
@@ -233,7 +234,10 @@ def _check(op: str, x: Any, axis, eps, activation, residual, parameters: dict[st
             f"{op}: axis is {axis}; it must be in [{-x.ndim}, {x.ndim}) for x of shape {x.shape}"
         )
     if activation not in (None, "relu"):
-        raise ValueError(f"{op}: activation is {activation!r}; it must be None or 'relu'")
+        raise ValueError(
+            f"{op}: activation is {activation!r}; it must be None or 'relu' (apply others to the "
+            "result)"
+        )
     at = axis % x.ndim
     what = f"axis {axis} of x"
     values = [
@@ -247,6 +251,7 @@ def _check(op: str, x: Any, axis, eps, activation, residual, parameters: dict[st
 
 
 @fans_out(tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array])
+@elsewhere(epsilon="pass eps")
 def batch_norm(
     x: ArrayLike,
     scale: ArrayLike | None,
@@ -373,6 +378,7 @@ def _over_axis(mean, var, axis_name):
     return merged(jax.lax.psum(alone, axis_name))
 
 
+@elsewhere(epsilon="pass eps")
 def batch_norm_inference(
     x: ArrayLike,
     mean: ArrayLike,

@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jax_fastops._arguments import integer, not_weak
+from jax_fastops._arguments import check_function, integer, not_weak
 
 
 def freeze(fn: Callable, params: Any, *, max_bytes: int = 2**16) -> Frozen:
@@ -47,8 +47,7 @@ def freeze(fn: Callable, params: Any, *, max_bytes: int = 2**16) -> Frozen:
       >>> frozen.replace({"w": 2 * jnp.eye(2)})(jnp.ones(2)).tolist()
       [2.0, 2.0]
     """
-    if not callable(fn):
-        raise TypeError(f"freeze: fn is of type {type(fn).__name__}; it must be a function")
+    check_function("freeze", fn)
     leaves, structure = jax.tree.flatten(params)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     layout = _Layout(fn, structure, leaves, integer("freeze", "max_bytes", max_bytes))

@@ -29,6 +29,7 @@ from jax_fastops._arguments import (
 )
 from jax_fastops._dispatch import Refused, size_in_bytes
 from jax_fastops._kernel import Kernel
+from jax_fastops._names import elsewhere
 from jax_fastops._native import limit
 from jax_fastops._op import Op
 from jax_fastops._registry import example
@@ -229,6 +230,7 @@ def _limit(x, at: int, num_groups: int) -> str | None:
     return None
 
 
+@elsewhere(epsilon="pass eps")
 @documented
 def group_norm(
     x: ArrayLike,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -96,6 +96,10 @@ def max_pool(
 
 
 def _numbers(name: str, values: Sequence[int], rank: int) -> tuple[int, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(
+            f"max_pool: {name} is {values!r}; it must have a number for each of {rank} axes"
+        )
     found = tuple(integer("max_pool", f"{name}[{i}]", n) for i, n in enumerate(values))
     if len(found) != rank or any(n < 1 for n in found):
         raise ValueError(

@@ -144,7 +144,10 @@ def _variable(variable):
 
 def _checked(layer: str, activation):
     if activation not in (None, "relu"):
-        raise ValueError(f"{layer}: activation is {activation!r}; it must be None or 'relu'")
+        raise ValueError(
+            f"{layer}: activation is {activation!r}; it must be None or 'relu' (apply others to "
+            "the result)"
+        )
     return activation
 
 

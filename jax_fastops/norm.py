@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, epsilon, not_weak, parameter, same_floating_dtype
 from jax_fastops._dispatch import row_features
+from jax_fastops._names import elsewhere
 from jax_fastops._native import limit
 from jax_fastops._norm_kernels import BACKWARDS, FORWARDS, backward, forward
 from jax_fastops._op import Op
@@ -132,6 +133,9 @@ def _pushforward(residuals, tangents, *, rms, eps, return_sum, fanout, **drop):
         dy = dy + dbias.astype(dy.dtype)
     dy = dy.astype(s.dtype)
     return (*(dy,) * (1 + fanout), *(ds.astype(s.dtype),) * return_sum)
+
+
+_names = elsewhere(epsilon="pass eps", axis="the last axis is normalized")
 
 
 # ---- ops -----------------------------------------------------------------------------------------
@@ -259,6 +263,7 @@ def _apply(
 
 
 @fans_out(tuple[jax.Array, jax.Array])
+@_names
 def layer_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
@@ -307,6 +312,7 @@ def layer_norm(
 
 
 @sums_and_fans_out
+@_names
 def residual_layer_norm(
     x: ArrayLike,
     residual: ArrayLike,
@@ -384,6 +390,7 @@ def residual_layer_norm(
 
 
 @fans_out(tuple[jax.Array, jax.Array])
+@_names
 def rms_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
@@ -425,6 +432,7 @@ def rms_norm(
 
 
 @sums_and_fans_out
+@_names
 def residual_rms_norm(
     x: ArrayLike,
     residual: ArrayLike,

@@ -302,7 +302,7 @@ def _taken(table, ids, *, fill: bool):
 def _table_gradient(residuals, cts, needs_grad, *, fill: bool, rows: int):
     del needs_grad, fill
     (ids,), (ct,) = residuals, cts
-    options = dict(segments=rows, ordered=False, wide=False)
+    options: dict[str, Any] = dict(segments=rows, ordered=False, wide=False)
     # Devices send the rows if these are smaller than the sums in float32, which they would add up.
     if partitions() > 1 and ids.size * ct.dtype.itemsize <= rows * 4:
         ct, ids = _on_every_device(ct, 1), _on_every_device(ids, 0)

@@ -31,6 +31,7 @@ from jax_fastops._arguments import (
 )
 from jax_fastops._dispatch import row_features, size_in_bytes
 from jax_fastops._kernel import Kernel, without_large_copies
+from jax_fastops._names import elsewhere
 from jax_fastops._native import limit
 from jax_fastops._op import Op
 from jax_fastops._random import NUMBERS, Drop, drop_of, seed_operands, seeded
@@ -345,6 +346,7 @@ def _check_axes(name: str, x, axis) -> tuple[int, ...]:
     return tuple(axes)
 
 
+@elsewhere(initial="it is only in jax.nn.softmax")
 def softmax(
     x: ArrayLike,
     axis: int | Sequence[int] | None = -1,
@@ -409,6 +411,7 @@ def softmax(
     return softmax_of("softmax", x, axis, where, scale, drop)
 
 
+@elsewhere(initial="it is only in jax.nn.log_softmax")
 def log_softmax(
     x: ArrayLike,
     axis: int | Sequence[int] | None = -1,

@@ -537,7 +537,7 @@ def test_the_text_is_a_table(native):
     assert head.split() == ["op", "operands", "runs", "calls", "kept", "where", "why"]
     assert row.split()[:6] == ["relu", "float32[1024,64]", "kernel", "1", "8.19", "kB"]
     assert row.endswith("the implementation is 'native'")
-    assert summary == "1 calls, 1 by kernel; 8.19 kB kept for the backward"
+    assert summary == "1 call, 1 by kernel; 8.19 kB kept for the backward"
 
 
 def test_a_terminal_gets_colors(native, monkeypatch):

@@ -140,7 +140,8 @@ def test_harness(check):
 # Shapes -------------------------------------------------------------------------------------------
 
 # Shape, groups, axis: units that groups cut, channels that fill no unit, several sets and parts,
-# one group of many channels, long positions, and too many elements for shared memory.
+# one group of many channels, long positions, more tiles than blocks (sets of equal and of different
+# sizes), and too many elements for shared memory.
 SHAPES = [
     ((2, 9, 7, 20), 2, -1),
     ((2, 33, 60), 4, -1),
@@ -156,6 +157,8 @@ SHAPES = [
     ((2, 300, 16), 1, 1),
     ((1, 2, 5000), 2, 1),
     ((3, 16), 4, 1),
+    ((350, 2, 72), 9, -1),
+    ((700, 3, 16), 3, 1),
 ]
 LARGE = [
     ((2, 64, 64, 320), 32, -1),
@@ -188,6 +191,11 @@ def check_shape(shape, groups, axis, dtype, residual=False, activation="silu"):
 def test_shapes(dtype):
     for i, (shape, groups, axis) in enumerate(SHAPES):
         check_shape(shape, groups, axis, dtype, i % 3 == 0, ("silu", None)[i % 2])
+
+
+def test_groups_of_two_elements():
+    """Their gradients almost cancel, so nothing on the way to them may be rounded to 16 bits."""
+    check_shape((2, 2, 8), 8, -1, "bfloat16", residual=True)
 
 
 @pytest.mark.slow

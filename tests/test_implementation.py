@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import jax_fastops as fo
-from jax_fastops import _dispatch, _native
+from jax_fastops import _dispatch, _names, _native
 from jax_fastops._broadcast import features_of
 from jax_fastops._implementation import current
+from jax_fastops.models import bert, decoder
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +125,40 @@ def test_a_reference_is_refused():
     reference = jax.new_ref(jnp.ones(3))
     with pytest.raises(TypeError, match="relu: x is of type Ref"):
         fo.relu(reference)
+
+
+X = np.ones((2, 8), np.float32)
+WORDS = np.array([[5, 6, 7]])
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: fo.layer_norm(X, epsilon=1e-5), "no argument epsilon; pass eps"),
+        (lambda: fo.residual_rms_norm(X, X, axis=0), "no argument axis; the last axis is"),
+        (lambda: fo.group_norm(X, num_groups=2, epsilon=1e-5), "no argument epsilon; pass eps"),
+        (lambda: fo.batch_norm(X, None, None, epsilon=1e-5), "no argument epsilon; pass eps"),
+        (lambda: fo.softmax(X, initial=0), "no argument initial; it is only in jax.nn.softmax"),
+        (lambda: bert.apply({}, WORDS, bert.SMALL, attention_mask=X), "attention_mask; pass mask"),
+        (lambda: decoder.loss({}, WORDS, decoder.SMALL, attention_mask=X), "pass mask"),
+        (lambda: decoder.generate({}, WORDS, decoder.SMALL, max_new_tokens=1), "pass length"),
+        (lambda: fo.max_pool(X, "two"), "window is 'two'; it must have a number for each of 2 ax"),
+        (lambda: fo.max_pool(X, 2), "window is 2; it must have a number for each of 2 axes"),
+        (lambda: fo.autofuse.report(3), "report: fn is of type int; it must be a function"),
+        (lambda: fo.bias_act(X, None, activation=jax.nn.gelu), "is the function gelu; it must be"),
+        (lambda: fo.gelu, r"no attribute 'gelu' \(use bias_act\(x, activation=...\)\)"),
+        (lambda: fo.scaled_dot_product_attention, r"\(use attention\)"),
+        (lambda: fo.nothing, "no attribute 'nothing'$"),
+    ],
+)
+def test_a_wrong_call_says_what_is_right(call, message):
+    with pytest.raises((AttributeError, TypeError, ValueError), match=message):
+        call()
+
+
+@pytest.mark.parametrize("advice", _names._FUNCTIONS.values())
+def test_what_is_named_in_place_of_another_library_s_function_exists(advice):
+    assert advice.partition("(")[0] in fo.__all__
 
 
 def test_one_object_in_two_threads():

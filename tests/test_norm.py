@@ -841,7 +841,7 @@ BAD_X = {
 }
 
 BAD_EPS = {
-    "None": (None, TypeError, ["NoneType", "number"]),
+    "None": (None, TypeError, ["eps is None", "number"]),
     "a text": ("1e-6", TypeError, ["str", "number"]),
     "an array": (np.ones(2), TypeError, ["ndarray", "number"]),
     "a jax.Array": (jnp.float32(1e-6), TypeError, ["number"]),
@@ -897,7 +897,7 @@ def test_refused(name, argument, what):
 
 def test_a_traced_eps_is_refused(name):
     more = {"residual": X} if "residual" in OPS[name] else {}
-    with pytest.raises(TypeError, match=r"eps is of type \w*Tracer"):
+    with pytest.raises(TypeError, match="eps is traced"):
         jax.jit(lambda x, e: getattr(fo, name)(x, eps=e, **more))(X, 1e-6)
 
 

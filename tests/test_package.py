@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -37,10 +38,10 @@ def copy_of_package(tmp_path):
     return target
 
 
-def write_metadata(folder, version):
-    info = folder / f"jax_fastops-{version}.dist-info"
+def write_metadata(folder, version, name="jax_fastops"):
+    info = folder / f"{name}-{version}.dist-info"
     info.mkdir()
-    lines = ["Metadata-Version: 2.1", "Name: jax_fastops", f"Version: {version}", ""]
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", ""]
     (info / "METADATA").write_text("\n".join(lines))
 
 
@@ -165,13 +166,49 @@ def test_a_damaged_module_says_what_to_do(copy_of_package, name):
 def test_without_the_cuda_module_the_cpu_works_and_info_says_so(copy_of_package):
     for file in copy_of_package.glob("_cuda.*"):
         file.unlink()
-    code = "import json, jax_fastops as fo; print(json.dumps(fo.info())); print(fo.relu(-1.0))"
+    code = "import sys; sys.modules.update(jax_fastops_cuda13_plugin=None)\n"  # that of CI
+    code += "import json, jax_fastops as fo; print(json.dumps(fo.info())); print(fo.relu(-1.0))"
     done = run(code, PYTHONPATH=str(copy_of_package.parent))
     info, value = done.stdout.splitlines()
     info = json.loads(info)
     assert info["modules"]["cuda"] is None
     assert info["ops"]["relu"] == {"cpu": "native", "cuda": "xla", "other": "xla"}
     assert value == "0.0"
+
+
+BOTH = ["jax_fastops_cuda12_plugin._cuda", "jax_fastops_cuda13_plugin._cuda"]
+
+
+@pytest.mark.parametrize(
+    ("present", "taken"),
+    [
+        ([], None),
+        (["jax_fastops_cuda12_plugin._cuda", "jax_cuda13_plugin"], "jax_fastops_cuda12_plugin"),
+        (BOTH, "jax_fastops_cuda13_plugin"),
+        ([*BOTH, "jax_cuda12_plugin"], "jax_fastops_cuda12_plugin"),
+    ],
+)
+def test_the_plugin_of_jaxs_cuda_is_taken(monkeypatch, present, taken):
+    monkeypatch.setattr(_native, "_is_present", present.__contains__)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: fo.__version__)
+    assert _native._plugin() == taken
+
+
+@pytest.mark.parametrize("version", ["0.0.1", fo.__version__])
+def test_the_cuda_module_is_that_of_a_plugin_of_the_same_version(copy_of_package, version):
+    for file in copy_of_package.glob("_cuda.*"):
+        file.unlink()
+    plugin = copy_of_package.parent / "jax_fastops_cuda13_plugin"
+    plugin.mkdir()
+    (plugin / "_cuda.py").write_text("raise ImportError('it is a plugin')")
+    write_metadata(plugin.parent, version, plugin.name)
+    done = run("import jax_fastops", PYTHONPATH=str(plugin.parent))
+    says = "plain JAX runs on GPUs: jax_fastops_cuda13_plugin"
+    if version == fo.__version__:
+        says += "._cuda is there but cannot be loaded (it is a plugin)"
+    else:
+        says += f" is of version 0.0.1, and jax_fastops of version {fo.__version__}. Install"
+    assert says in done.stderr
 
 
 class Gpu:
@@ -197,10 +234,21 @@ class CudaModule:
     ("module", "gpu", "says"),
     [
         (CudaModule(), Gpu(13000), None),
-        (CudaModule(driver_version=12080), Gpu(13000), "Update the driver"),
-        (CudaModule(), Gpu(12090), r"jax uses CUDA 12.*Install 'jax\[cuda13\]'"),
+        (
+            CudaModule(driver_version=12080),
+            Gpu(13000),
+            "Update the driver, or install .*cuda12_plug",
+        ),
+        (
+            CudaModule(),
+            Gpu(12090),
+            r"jax uses CUDA 12.*Install 'jax\[cuda13\]', or .*cuda12_plugin",
+        ),
+        (CudaModule(runtime_version="12.9"), Gpu(12090), None),
+        (CudaModule(runtime_version="12.9"), None, None),
         (CudaModule(architectures=["100-real"]), Gpu(13000), "capability 9.0.*CUDAARCHS=native"),
-        (None, Gpu(13000), "CUDA kernels were not built.*JAX_FASTOPS_CUDA=ON"),
+        (None, Gpu(13000), "CUDA kernels are missing.* jax_fastops_cuda13_plugin-.*CUDA=ON"),
+        (None, Gpu(12090), "CUDA kernels are missing.* jax_fastops_cuda12_plugin-"),
         (CudaModule(), None, None),
         (None, None, None),
     ],
@@ -249,16 +297,18 @@ def used_names(tree):
 
 
 LAYERS = ["nnx.py", "_nnx_convert.py"]
+SHARED = {"jax_fastops._compat", "jax_fastops._names.elsewhere"}
 
 
 @pytest.mark.parametrize("name", [*LAYERS, *(f"models/{f.name}" for f in MODELS)])
 def test_models_and_layers_use_public_names_only(name):
     """Files of the models may also use each other, such as ``jax_fastops.models._checks``.
 
-    All may use ``jax_fastops._compat``, which hides the differences of JAX's versions.
+    All may use those files that hide the differences of JAX's versions, and that know the names of
+    other libraries.
     """
     own = "jax_fastops.models._" if name.startswith("models/") else "jax_fastops._nnx_"
-    used = set(used_names(ast.parse((PACKAGE / name).read_text()))) - {"jax_fastops._compat"}
+    used = set(used_names(ast.parse((PACKAGE / name).read_text()))) - SHARED
     assert [u for u in used if re.search(r"(^|\.)_(?!_)", u.removeprefix(own))] == []
 
 

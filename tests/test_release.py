@@ -5,6 +5,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ def folder(tmp_path):
         text = (tmp_path / name).read_text()
         text = re.sub(r"\.example\b", ".org", text)
         text = re.sub(r"^version: .*", "version: 7.0.0", text, flags=re.MULTILINE)
+        text = re.sub(r'"jax\[(cuda1[23])\]', r'"jax_fastops-\1-plugin", \g<0>', text)
         (tmp_path / name).write_text(text.replace("## Unreleased", "## 7.0.0 - 2030-01-01"))
     return tmp_path
 
@@ -44,6 +46,7 @@ def test_a_finished_release_is_publishable(folder):
     [
         ("pyproject.toml", ".org/source", ".example/source", "source is a placeholder"),
         ("SECURITY.md", ".org>", ".example>", "is a placeholder"),
+        ("pyproject.toml", '"jax_fastops-cuda13-plugin", "', '"', "the extra cuda13 does not"),
         ("CITATION.cff", "version: 7.0.0", "version: 6.0.0", "CITATION.cff: the version is not"),
         ("jax_fastops/_version.py", "7.0.0", "7.0.0.dev1", "is no version of a release"),
         ("jax_fastops/_version.py", "7.0.0", "7.0.1", "the tag is v7.0.0"),
@@ -64,7 +67,10 @@ def test_no_text_says_to_install_from_an_index():
     )
     if listed.returncode:
         pytest.skip("needs Git's list of files")
-    advice = re.compile(r"pip3? install\b[^\n`]*?(?<![\w./*-])['\"]?jax[_-]fastops(?![\w/.*-])")
+    advice = re.compile(
+        r"pip3? install\b(?![^\n]*--no-index)[^\n`]*?(?<![\w./*-])['\"]?jax[_-]fastops"
+        r"([_-]cuda1\d[_-]plugin)?(?![\w/.*-])"
+    )
     found = []
     for name in listed.stdout.splitlines():
         path = CHECKOUT / name
@@ -74,6 +80,18 @@ def test_no_text_says_to_install_from_an_index():
             text = path.read_text()
             found += [f"{name}: {match[0]}" for match in advice.finditer(text)]
     assert not found
+
+
+def test_plugins_differ_in_the_version_of_cuda_only():
+    files = [CHECKOUT / "plugins" / name / "pyproject.toml" for name in ("cuda12", "cuda13")]
+    old, new = (file.read_text() for file in files)
+    old = re.sub(r"12([.-])9", r"13\g<1>0", old)
+    assert re.sub(r'(?i)((?:cuda|cu|::|")[ -]?)12(?!\d)', r"\g<1>13", old) == new
+    plugin, package = (
+        tomllib.loads(file.read_text())["build-system"]["requires"][1:]
+        for file in (files[0], CHECKOUT / "pyproject.toml")
+    )
+    assert plugin == package
 
 
 def test_actions_are_pinned():

@@ -1035,7 +1035,7 @@ REFUSED = {
     "scale an array": (X, {"scale": np.ones(8)}, TypeError, ["scale", "ndarray", "number"]),
     "scale a jax.Array": (X, {"scale": jnp.float32(2)}, TypeError, ["scale", "number", "multiply"]),
     "scale a text": (X, {"scale": "2"}, TypeError, ["scale", "str", "number"]),
-    "scale None": (X, {"scale": None}, TypeError, ["scale", "NoneType", "number"]),
+    "scale None": (X, {"scale": None}, TypeError, ["scale", "scale is None", "number"]),
     "scale a bool": (X, {"scale": True}, TypeError, ["scale", "bool", "number"]),
     "scale complex": (X, {"scale": 1j}, TypeError, ["scale", "complex", "number"]),
     "scale a complex of NumPy": (X, {"scale": np.complex64(1)}, TypeError, ["scale", "complex"]),
@@ -1069,7 +1069,7 @@ def test_refused(name, what, mode):
 
 
 def test_a_traced_scale_is_refused(name):
-    with pytest.raises(TypeError, match=r"scale is of type \w*Tracer"):
+    with pytest.raises(TypeError, match="scale is traced"):
         jax.jit(lambda x, s: OPS[name](x, scale=s))(X, 2.0)
 
 

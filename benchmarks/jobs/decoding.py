@@ -7,6 +7,7 @@ token. Each contender runs in a process of its own, from the same weights:
 ``plain``         the same on `jax.nn` and `jax.numpy`
 ``torch``         PyTorch: the same network with a static cache, whose step is compiled by Inductor
                   with CUDA graphs (``mode="reduce-overhead"``), in a loop in Python
+``torch-graphs``  the same step as a CUDA graph of PyTorch's own kernels, not compiled; if asked for
 
 ``ms`` is the time of one token: that of so many tokens less that of the first one, which has the
 time of the prompt. ``floor_ms`` is the time in which a copy reads as many bytes as a token needs:
@@ -26,12 +27,12 @@ from benchmarks.processes import RUNS, torch_wait
 
 decoder = installed("jax_fastops.models.decoder")
 
-CONTENDERS = ("ours", "plain", "torch")
+CONTENDERS = ("ours", "plain", "torch", "torch-graphs")
 SAMPLE = 8
 
 
 def options(add) -> None:
-    add("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    add("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS[:3]))
     add("--shapes", nargs="+", default=["1x512", "16x512"], help="batch x prompt")
     add("--length", type=int, default=128, help="new tokens")
     add("--layers", type=int, default=8)
@@ -54,7 +55,7 @@ def measure(options, contender: str, shape: str) -> dict:
     batch, prompt = map(int, shape.split("x"))
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, config.vocab_size, (batch, prompt), np.int32)
-    row = torch_row if contender == "torch" else jax_row
+    row = torch_row if contender.startswith("torch") else jax_row
     return row(options, contender, config, tokens)
 
 
@@ -130,13 +131,12 @@ def torch_row(options, contender: str, config, tokens: np.ndarray) -> dict:
 
     from benchmarks.torch_models import Decoder, Generation, device, load
 
-    del contender
     dtype = getattr(torch, config.dtype)
     model = load(Decoder(config), config).to(device(), dtype).eval()
     model.frequencies = Decoder(config).frequencies.to(device())  # in float32
     tokens = torch.from_numpy(tokens).to(device()).long()
     capacity = tokens.shape[1] + options.length
-    generation = Generation(model, config, len(tokens), capacity, dtype)
+    generation = Generation(model, config, len(tokens), capacity, dtype, contender != "torch")
     result = None
 
     def call(count):

@@ -49,7 +49,7 @@ def run(options) -> None:
     rounds = options.repeats or (5 if options.quick else 25)
     results = measured(chosen, rounds, options.clock, options.torch)
     header, rows = cases_table(results)
-    print(f"{report.headline(results)}\n\n{fo._explain.table([header, *rows])}")
+    print(f"{report.headline(results)}\n\n{fo._tables.text([header, *rows], 10_000)}")
     for case in results["cases"]:
         for name, error in case["errors"].items():
             print(f"{case['op']} {case['label']} {case['dtype']}, {name}: {error}")

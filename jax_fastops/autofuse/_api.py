@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
-from jax_fastops._arguments import array_leaves
+from jax_fastops._arguments import array_leaves, check_function
 from jax_fastops.autofuse._evaluate import Plan, Settings, fused
 from jax_fastops.autofuse._report import FuseReport, report_of
 
@@ -95,8 +95,7 @@ class autofuse(Generic[_P, _T]):
         dropout: bool | str = False,
         check: bool = False,
     ):
-        if not callable(fn):
-            raise TypeError(f"autofuse: fn is of type {type(fn).__name__}; it must be a function")
+        check_function("autofuse", fn)
         if check and dropout:
             raise ValueError(
                 "autofuse: dropout=True changes masks, so check=True finds differences"
@@ -131,6 +130,7 @@ class autofuse(Generic[_P, _T]):
         settings = Settings()
         if isinstance(fn, autofuse):
             fn, settings = fn._fn, Settings(dropout=fn._dropout, tune=fn._tune)
+        check_function("autofuse.report", fn)
 
         @functools.wraps(fn)
         def reported(*args: Any, **kwargs: Any) -> FuseReport:

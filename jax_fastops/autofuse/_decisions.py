@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jax_fastops import _explain, _native
+from jax_fastops import _native, _tables
 from jax_fastops._dispatch import lowering_platform
 from jax_fastops._implementation import Chosen
 from jax_fastops._version import __version__
@@ -148,7 +148,7 @@ def _choice(times: Times) -> bool | None:
 def _text(times: Times) -> str:
     def of(seconds: float, size: float) -> str:
         time = f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
-        return f"{time} ({_explain.size(int(size))})"
+        return f"{time} ({_tables.size(int(size))})"
 
     kernel, plain = of(times.kernel, times.kernel_bytes), of(times.plain, times.plain_bytes)
     return f"{kernel} by kernel, {plain} plain"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import inspect
-import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
-from jax_fastops import _explain
+from jax_fastops import _tables
 from jax_fastops.autofuse._evaluate import Plan
 from jax_fastops.autofuse._rule import Rewrite, why
 from jax_fastops.autofuse._value import NO_EQUATION, Value
@@ -85,20 +83,20 @@ class FuseReport:
     missed: tuple[Missed, ...]
 
     def __str__(self) -> str:
-        parts = ((title, _text(rows)) for title, rows in self._tables())
+        parts = ((title, _tables.text(rows)) for title, rows in self._tables())
         return "\n".join(filter(None, (part for both in parts for part in both)))
 
     def _repr_html_(self) -> str:
         """The tables, in a notebook."""
-        return "".join(f"<p>{title}</p>{_html(rows)}" for title, rows in self._tables())
+        return "".join(f"<p>{title}</p>{_tables.as_html(rows)}" for title, rows in self._tables())
 
     def _tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
         """The titles and rows of the tables. The first row has the names of columns."""
         rows: list[tuple[str, ...]] = [("pattern", "result", "saves", "where", "why")]
         for r in self.replaced:
             result = f"{r.dtype}[{','.join(map(str, r.shape))}]"
-            rows.append((r.pattern, result, _explain.size(r.saves), r.where, r.why))
-        tables = [(f"{len(self.replaced)} patterns replaced", rows if self.replaced else [])]
+            rows.append((r.pattern, result, _tables.size(r.saves), r.where, r.why))
+        tables = [(f"{_patterns(self.replaced)} replaced", rows if self.replaced else [])]
         if self.missed:
             alike: dict[tuple, list[Missed]] = {}  # each layer of a model has the same
             for m in self.missed:
@@ -107,53 +105,12 @@ class FuseReport:
             for (name, *rest), group in alike.items():
                 name += f" ({len(group)} times)" if group[1:] else ""
                 rows.append((name, group[0].equation, *rest))
-            tables.append((f"{len(self.missed)} patterns left", rows))
+            tables.append((f"{_patterns(self.missed)} left", rows))
         return tables
 
 
-# ---- text ----------------------------------------------------------------------------------------
-
-_WIDTH = 100
-# Of a column that must be narrower than its text. The last one takes what is left.
-_WIDTHS = {"pattern": 24, "result": 20, "saves": 8, "up to": 22, "where": 24}
-
-
-def _text(rows: Sequence[tuple[str, ...]]) -> str:
-    """A table of at most 100 columns. Long cells have several lines, and paths lose their start."""
-    if not rows:
-        return ""
-    *names, last = rows[0]
-    longest = [max(len(row[i]) for row in rows) for i in range(len(names))]
-    widths = [min(n, _WIDTHS[name]) for n, name in zip(longest, names, strict=True)]
-    # What other columns do not need goes to those that need more, but the last one is wide enough.
-    for i, n in enumerate(longest):
-        free = _WIDTH - sum(widths) - 2 * len(widths) - max(len(last), 30)
-        widths[i] = min(n, widths[i] + max(0, free))
-    widths.append(_WIDTH - sum(widths) - 2 * len(widths))
-    lines = []
-    for row in rows:
-        cells = []
-        for name, cell, width in zip(rows[0], row, widths, strict=True):
-            if name == "where" and len(cell) > width:
-                cell = "..." + cell[3 - width :]
-            if name == "up to" and len(cell) > width:  # an operation and its operands
-                start = cell[: width - 4].rpartition(", ")[0]
-                cell = f"{start}, ...)" if start else f"{cell.partition('(')[0]}(...)"
-            cells.append(textwrap.wrap(cell, width) or [""])
-        for i in range(max(map(len, cells))):
-            line = (c[i] if i < len(c) else "" for c in cells)
-            padded = (x.ljust(width) for x, width in zip(line, widths, strict=True))
-            lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
-
-
-def _html(rows: Sequence[tuple[str, ...]]) -> str:
-    lines = []
-    for row in rows:
-        kind = "td" if lines else "th"
-        cells = (f'<{kind} style="text-align:left">{html.escape(c)}</{kind}>' for c in row)
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table>{''.join(lines)}</table>" if rows else ""
+def _patterns(found: tuple) -> str:
+    return f"{len(found)} pattern{'s' * (len(found) != 1)}"
 
 
 # ---- what plans say ------------------------------------------------------------------------------

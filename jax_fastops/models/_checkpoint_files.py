@@ -34,6 +34,7 @@ _COPIED = (
     "additional_chat_templates/*",
     "*.model",
 )
+OTHERS = "; for another model, use autofuse on an implementation in JAX"
 _BLOCK = 2**24  # elements that are converted at once
 
 
@@ -85,7 +86,10 @@ def find_tensors(model: str, path: Path, ignored: tuple[str, ...] = ()) -> dict[
     if not (path / WEIGHTS).exists() and (path / INDEX).exists():
         files = _indexed(model, path / INDEX)
     elif not (path / WEIGHTS).exists():
-        raise FileNotFoundError(f"{model}: {path} has neither {WEIGHTS} nor {INDEX}")
+        raise FileNotFoundError(
+            f"{model}: {path} has neither {WEIGHTS} nor {INDEX}. To convert other files, "
+            "call from_pretrained(folder) and save_pretrained(folder) of transformers"
+        )
     tensors, others = {}, []
     for file in files:
         with opened_file(model, path / file) as opened:

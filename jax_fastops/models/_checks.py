@@ -25,11 +25,13 @@ class Checks(NamedTuple):
             kind = type(value).__name__
             raise TypeError(f"{self.model}: {name} is of type {kind}; it must be {accepted}")
 
-    def choice(self, name: str, value, choices: tuple[str, ...]) -> None:
+    def choice(self, name: str, value, choices: tuple[str, ...], advice: str = "") -> None:
         """``value`` is one of the choices."""
         if value not in choices:
             accepted = ", ".join(map(repr, choices))
-            raise ValueError(f"{self.model}: {name} is {value!r}; it must be one of {accepted}")
+            raise ValueError(
+                f"{self.model}: {name} is {value!r}; it must be one of {accepted}{advice}"
+            )
 
     def finite(self, **values: float) -> None:
         """The values are 0 or more, and finite."""

@@ -29,6 +29,7 @@ from jax.export import is_symbolic_dim
 from jax.typing import ArrayLike
 
 import jax_fastops as fo
+from jax_fastops._names import elsewhere
 from jax_fastops.models import _parameters, _plain
 from jax_fastops.models._bert_layers import Config, Ops, apply_layer, embed, encode, pool
 from jax_fastops.models._checks import Checks
@@ -265,6 +266,11 @@ def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
     return params | {"layers": _parameters.unstack(layers)} if isinstance(layers, dict) else params
 
 
+@elsewhere(
+    attention_mask="pass mask",
+    token_type_ids="pass token_types",
+    position_ids="pass positions",
+)
 def apply(
     params: dict[str, Any],
     tokens: ArrayLike,

@@ -40,6 +40,7 @@ from jax_fastops.models._checkpoint import (
 )
 from jax_fastops.models._checkpoint_files import (
     CONFIG,
+    OTHERS,
     Stored,
     find_tensors,
     read_config,
@@ -203,7 +204,7 @@ def _first_position(content: dict) -> int:
 
 
 def _config_of(given: dict, dtype: str = "float32", **options: Any) -> bert.Config:
-    _CHECK.choice(f"model_type in {CONFIG}", given.get("model_type"), tuple(TYPES))
+    _CHECK.choice(f"model_type in {CONFIG}", given.get("model_type"), tuple(TYPES), OTHERS)
     kind, first = TYPES[given["model_type"]], _first_position(given)
     given = kind.defaults | without_null(given)
     check_supported("bert", given, kind.supported)

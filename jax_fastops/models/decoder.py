@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 import jax_fastops as fo
+from jax_fastops._names import elsewhere
 from jax_fastops.models import _decoder_generation as _generation
 from jax_fastops.models import _parameters, _plain
 from jax_fastops.models._checks import Checks
@@ -194,6 +195,7 @@ def init(key: ArrayLike, config: Config) -> dict[str, Any]:
     return _parameters.normal(key, shapes(config), config.init_range)
 
 
+@elsewhere(attention_mask="pass mask", position_ids="pass positions")
 def apply(
     params: dict[str, Any],
     tokens: ArrayLike,
@@ -301,6 +303,7 @@ def _head(params: dict):
     return params.get("head", params["embeddings"])
 
 
+@elsewhere(attention_mask="pass mask", position_ids="pass positions")
 def loss(
     params: dict[str, Any],
     tokens: ArrayLike,
@@ -359,6 +362,13 @@ def _labels_of(labels, ids, inside):
     return labels
 
 
+@elsewhere(
+    attention_mask="pass mask",
+    max_new_tokens="pass length",
+    max_length="pass length, the number of new tokens",
+    eos_token_id="pass end",
+    top_p="sampling has top_k and temperature",
+)
 def generate(
     params: dict[str, Any],
     tokens: ArrayLike,

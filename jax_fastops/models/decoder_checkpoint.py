@@ -44,6 +44,7 @@ from jax_fastops.models._checkpoint import (
 )
 from jax_fastops.models._checkpoint_files import (
     CONFIG,
+    OTHERS,
     find_tensors,
     read_config,
     same_tensors,
@@ -154,7 +155,7 @@ def load(
 
 
 def _config_of(given: dict, dtype: str = "float32", **options: Any) -> decoder.Config:
-    _CHECK.choice(f"model_type in {CONFIG}", given.get("model_type"), tuple(TYPES))
+    _CHECK.choice(f"model_type in {CONFIG}", given.get("model_type"), tuple(TYPES), OTHERS)
     kind = TYPES[given["model_type"]]
     given = kind.defaults | without_null(given, _NULLABLE)
     check_supported("decoder", given, kind.supported)

@@ -27,8 +27,11 @@ void CheckPlan(Random& random) {
   shape.backward = shape.arrays == 2 && random.Coin();
   const bool clusters = random.Coin();
   const int alignment = 1 << random.Below(5);
-  const Limits limits = {132, (clusters ? 226 : 162) << 10, (clusters ? 228 : 164) << 10,
-                         clusters ? 16 : 1};
+  Limits limits = {132, (clusters ? 226 : 162) << 10, (clusters ? 228 : 164) << 10,
+                   clusters ? 16 : 1};
+  for (auto& sizes : limits.clusters) {
+    for (int& resident : sizes) resident = static_cast<int>(random.Size(200));
+  }
   const int64_t max_parts = random.Size(256);
   const Plan plan = MakePlan(shape, alignment, max_parts, limits);
 #define PLAN(condition)                                                                     \
@@ -43,6 +46,8 @@ void CheckPlan(Random& random) {
        (plan.parts - 1) * plan.part_units < plan.units);
   PLAN(plan.units * (shape.last ? 1 : plan.unit) == shape.positions);
   PLAN(plan.unit == 1 || alignment % (plan.unit * shape.item) == 0);
+  PLAN(plan.tiles == shape.samples * plan.sets && plan.clusters >= 1 &&
+       plan.clusters <= plan.tiles);
   // Units are whole words in the array, and in each set.
   PLAN((shape.last ? plan.channels : shape.positions) % plan.unit == 0);
   PLAN(!shape.last || plan.sets == 1 || plan.set_channels() % plan.unit == 0);
@@ -53,7 +58,9 @@ void CheckPlan(Random& random) {
   PLAN(shape.last || (plan.lanes & (plan.lanes - 1)) == 0);
   const SharedLayout layout = LayoutOf(plan, shape);
   PLAN(layout.bytes <= limits.shared_per_block && layout.statistics % 8 == 0);
-  PLAN(layout.kept % 16 == 0 && layout.table % 16 == 0 && layout.base % shape.accumulator == 0);
+  PLAN(layout.kept % 16 == 0 && layout.table % 16 == 0 && layout.coefficients % 16 == 0);
+  PLAN(layout.inbox % 16 == 0 && layout.inbox_bytes % 8 == 0 && layout.group_sums % 8 == 0);
+  PLAN(layout.base % shape.accumulator == 0);
   if (plan.kept_units > 0) {
     PLAN(plan.parts <= limits.max_cluster && (plan.parts & (plan.parts - 1)) == 0);
     PLAN(plan.kept_units >= plan.passes * CeilDiv(plan.part_units, plan.lanes));

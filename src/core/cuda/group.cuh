@@ -48,39 +48,33 @@ __device__ __forceinline__ uint32_t ClusterIndex() {
   return index;
 }
 
-// A barrier of the cluster, in two parts: after Await, all blocks see what each of them stored
-// before it arrived. Without clusters, a barrier of the block.
-__device__ __forceinline__ void ArriveAtCluster() {
+// The address of `p`, which is in this block's shared memory, in block `block` of the cluster.
+__device__ __forceinline__ uint32_t AddressInBlock(const void* p, [[maybe_unused]] int block) {
+  uint32_t address = SharedAddress(p);
   if constexpr (kHopper) {
-    if (BlocksOfCluster() > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(block));
   }
-}
-__device__ __forceinline__ void AwaitCluster() {
-  if constexpr (kHopper) {
-    if (BlocksOfCluster() > 1) {
-      asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-      return;
-    }
-  }
-  __syncthreads();
+  return address;
 }
 
-// What another block of the cluster has where `own` is in this block's shared memory.
+// Stores a value of 4 or 8 bytes at `to`, and counts its bytes on `barrier` when it is there. Both
+// are addresses in the shared memory of a block of the cluster. Only for launches with clusters.
 template <typename A>
-__device__ __forceinline__ A FromBlock(const A* own, int block) {
-  A value = *own;
-  if constexpr (kHopper) {
-    if (BlocksOfCluster() > 1) {
-      uint32_t from = SharedAddress(own);
-      asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(from) : "r"(block));
-      if constexpr (sizeof(A) == 4) {
-        asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
-      } else {
-        asm volatile("ld.shared::cluster.f64 %0, [%1];" : "=d"(value) : "r"(from) : "memory");
-      }
-    }
+__device__ __forceinline__ void SendToBlock([[maybe_unused]] uint32_t to, [[maybe_unused]] A value,
+                                            [[maybe_unused]] uint32_t barrier) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  if constexpr (sizeof(A) == 4) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+        "r"(__float_as_uint(static_cast<float>(value))), "r"(barrier)
+        : "memory");
+  } else {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
+        "l"(__double_as_longlong(value)), "r"(barrier)
+        : "memory");
   }
-  return value;
+#endif
 }
 
 struct Sum {
@@ -395,10 +389,11 @@ struct ClusterSum {
       }
       __syncthreads();
     } else if (lane < blocks) {
-      const uint32_t barrier = InBlock(&complete[half], lane);
+      const uint32_t barrier = AddressInBlock(&complete[half], lane);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        Send(InBlock(&values[half][i][BlockOfCluster() * kWarps + warp], lane), sums[i], barrier);
+        SendToBlock(AddressInBlock(&values[half][i][BlockOfCluster() * kWarps + warp], lane),
+                    sums[i], barrier);
       }
     }
     if (!alone) complete[half].Wait(phase >> 1 & 1);
@@ -414,32 +409,47 @@ struct ClusterSum {
       sums[i] = sum[0];
     }
   }
+};
 
- private:
-  // The address of `p`, which is in this block's shared memory, in block `block` of the cluster.
-  static __device__ __forceinline__ uint32_t InBlock(const void* p, [[maybe_unused]] int block) {
-    uint32_t address = SharedAddress(p);
+// Values that the blocks of a cluster send each other, turn by turn, without a cluster barrier,
+// which would make all earlier writes visible. In shared memory, at the same address in every
+// block. Turns have two buffers, which the caller has: a block may be ahead by a turn, and not by
+// two. So each turn, every block sends to every block, and reads a buffer before its block's last
+// barrier before it sends in the next turn. Without clusters, plain stores and a barrier of the
+// block.
+struct ClusterInbox {
+  Barrier complete[2];
+
+  // All threads of the cluster call this once, and Open before the first Send.
+  __device__ __forceinline__ void Begin() {
     if constexpr (kHopper) {
-      asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(block));
+      if (threadIdx.x < 2) complete[threadIdx.x].Init(1);
+      Barrier::PublishInit();
+      if (BlocksOfCluster() > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");
     }
-    return address;
+  }
+  __device__ __forceinline__ void Open() const {
+    if constexpr (kHopper) {
+      if (BlocksOfCluster() > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    }
   }
 
-  static __device__ __forceinline__ void Send([[maybe_unused]] uint32_t to, [[maybe_unused]] A sum,
-                                              [[maybe_unused]] uint32_t barrier) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    if constexpr (sizeof(A) == 4) {
-      asm volatile(
-          "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
-          "r"(__float_as_uint(static_cast<float>(sum))), "r"(barrier)
-          : "memory");
+  // Sends `value` to where `to` is in block `block`.
+  template <typename A>
+  __device__ __forceinline__ void Send(A* to, A value, int block, int turn) {
+    if (!kHopper || BlocksOfCluster() == 1) {
+      *to = value;
     } else {
-      asm volatile(
-          "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
-          "l"(__double_as_longlong(sum)), "r"(barrier)
-          : "memory");
+      SendToBlock(AddressInBlock(to, block), value, AddressInBlock(&complete[turn & 1], block));
     }
-#endif
+  }
+
+  // Waits until `bytes` bytes, which is all that this block gets in the turn, have arrived. All
+  // threads of the block call it.
+  __device__ __forceinline__ void Await(int bytes, int turn) {
+    if (!kHopper || BlocksOfCluster() == 1) return __syncthreads();
+    if (threadIdx.x == 0) complete[turn & 1].ArriveAndExpect(bytes);
+    complete[turn & 1].Wait(turn >> 1 & 1);
   }
 };
 

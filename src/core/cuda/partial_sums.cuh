@@ -86,8 +86,11 @@ template <int kThreads, typename V, int kValues, typename Load, typename Write>
 __device__ __forceinline__ void SumTerms(int results, int terms,
                                          V (&scratch)[kValues][kThreads / kWarpSize],
                                          const Load& load, const Write& write) {
-  int log_share = 0;  // of the threads of a result
-  while (1 << log_share < terms && results << (log_share + 1) <= kThreads) ++log_share;
+  static_assert((kThreads & (kThreads - 1)) == 0);
+  const auto ceil_log = [](int n) { return 32 - __clz(n - 1); };
+  // Of the threads of a result.
+  const int log_share =
+      max(0, min(ceil_log(max(terms, 1)), 31 - __clz(kThreads) - ceil_log(max(results, 1))));
   const int share = 1 << log_share, rank = static_cast<int>(threadIdx.x) & (share - 1);
   __syncthreads();
   for (int first = 0; first < results; first += kThreads >> log_share) {

@@ -1,0 +1,60 @@
+"""Tables of ``explain`` and of ``autofuse.report``, as text and for notebooks."""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from collections.abc import Sequence
+
+# Of a column that must be narrower than its text. The last one takes what is left.
+_WIDTHS = {"pattern": 24, "result": 20, "saves": 8, "up to": 22, "where": 24}
+_WIDTHS |= {"op": 22, "operands": 20, "runs": 9, "calls": 5, "kept": 7}
+
+
+def text(rows: Sequence[tuple[str, ...]], most: int = 100) -> str:
+    """A table of at most so many columns.
+
+    Long cells have several lines, and paths lose their start.
+    """
+    if not rows:
+        return ""
+    *names, last = rows[0]
+    longest = [max(len(row[i]) for row in rows) for i in range(len(names))]
+    widths = [min(n, _WIDTHS.get(name, n)) for n, name in zip(longest, names, strict=True)]
+    # What other columns do not need goes to those that need more, but the last one is wide enough.
+    for i, n in enumerate(longest):
+        free = most - sum(widths) - 2 * len(widths) - max(len(last), 30)
+        widths[i] = min(n, widths[i] + max(0, free))
+    widths.append(most - sum(widths) - 2 * len(widths))
+    lines = []
+    for row in rows:
+        cells = []
+        for name, cell, width in zip(rows[0], row, widths, strict=True):
+            if name == "where" and len(cell) > width:
+                cell = "..." + cell[3 - width :]
+            if name == "up to" and len(cell) > width:  # an operation and its operands
+                start = cell[: width - 4].rpartition(", ")[0]
+                cell = f"{start}, ...)" if start else f"{cell.partition('(')[0]}(...)"
+            cells.append(textwrap.wrap(cell, width) or [""])
+        for i in range(max(map(len, cells))):
+            line = (c[i] if i < len(c) else "" for c in cells)
+            padded = (x.ljust(width) for x, width in zip(line, widths, strict=True))
+            lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def as_html(rows: Sequence[tuple[str, ...]]) -> str:
+    lines = []
+    for row in rows:
+        kind = "td" if lines else "th"
+        cells = (f'<{kind} style="text-align:left">{html.escape(c)}</{kind}>' for c in row)
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<table>{''.join(lines)}</table>" if rows else ""
+
+
+def size(n: int) -> str:
+    for unit in ("B", "kB", "MB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}" if unit != "B" else f"{n} B"
+        n = n / 1000  # type: ignore[assignment]
+    return f"{n:.3g} GB"

@@ -1,0 +1,1 @@
+"""The CUDA 12 kernels of jax_fastops, which finds them when it is imported."""
