@@ -32,10 +32,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
   const Place place = PlaceOf(g, blockIdx.x);
   const Share share = ShareOf(g, place, threadIdx.x);
   const int64_t group = place.group * g.group_size;
-  const T* const x = PartOf<T>(p.arrays.x, group);
-  const T* const residual = PartOf<T>(p.arrays.residual, group);
-  T* const y = PartOf<T>(p.arrays.y, group);
-  uint8_t* const mask = PartOf<uint8_t>(p.arrays.mask, place.group * p.mask_bytes);
+  const T* const x = PartOf<T>(p.call.x, group);
+  const T* const residual = PartOf<T>(p.call.residual, group);
+  T* const y = PartOf<T>(p.call.y, group);
+  uint8_t* const mask = PartOf<uint8_t>(p.call.mask, place.group * p.mask_bytes);
   const bool add = kResidual && (kAligned || residual != nullptr);
   AwaitPredecessors();
   if (share.count == 0 && share.cut == 0) return;
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     UnitVec<T> residual;
   };
   const auto apply = [&](const Loaded& loaded, int64_t element, int size) {
-    return ApplyUnit(loaded.x, add, loaded.residual, mean, factor, bias, p.relu, mask, element,
+    return ApplyUnit(loaded.x, add, loaded.residual, mean, factor, bias, p.call.relu, mask, element,
                      size);
   };
 
@@ -60,12 +60,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
       },
       [&](const Loaded&) {
         const UnitChannels channels(g, place, share, p.aligned_parameters);
-        const A eps = static_cast<A>(p.eps);
+        const A eps = static_cast<A>(p.call.eps);
         A scale[kUnit];
-        channels.Load(static_cast<const A*>(p.arrays.mean), mean);
-        channels.Load(static_cast<const A*>(p.arrays.var), factor);
-        channels.LoadOr(static_cast<const A*>(p.arrays.scale), A(1), scale);
-        channels.LoadOr(static_cast<const A*>(p.arrays.bias), A(0), bias);
+        channels.Load(static_cast<const A*>(p.call.mean), mean);
+        channels.Load(static_cast<const A*>(p.call.var), factor);
+        channels.LoadOr(static_cast<const A*>(p.call.scale), A(1), scale);
+        channels.LoadOr(static_cast<const A*>(p.call.bias), A(0), bias);
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) factor[i] = FastReciprocalRoot(factor[i] + eps) * scale[i];
       },
@@ -83,24 +83,22 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
 
 }  // namespace
 
-cudaError_t BatchNormApply(const BatchNormShape& shape, DType dtype, double eps, bool relu,
-                           const BatchNormArrays& arrays, cudaStream_t stream) {
-  if (IsEmpty(shape)) return cudaSuccess;
-  ElementParams params = {{}, arrays, eps, relu, false, shape.mask_bytes()};
-  params.aligned_parameters = AreAligned(arrays.mean, arrays.var, arrays.scale, arrays.bias);
-  const bool aligned =
-      AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.residual, arrays.y);
-  return ForDType(dtype, [&](auto tag) {
+cudaError_t BatchNormApply(const BatchNormCall& call, cudaStream_t stream) {
+  if (IsEmpty(call.shape)) return cudaSuccess;
+  ElementParams params = {
+      {}, call, AreAligned(call.mean, call.var, call.scale, call.bias), call.shape.mask_bytes()};
+  const bool aligned = AreGroupsAligned(call, call.x, call.residual, call.y);
+  return ForDType(call.dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     auto kernel = KernelOf<BatchNormKernels, ApplyKernel<T, false, true>>();
     if constexpr (sizeof(T) < 8) {  // double has only the general kernel
       if (aligned) {
-        kernel = arrays.residual != nullptr
+        kernel = call.residual != nullptr
                      ? KernelOf<BatchNormKernels, ApplyKernel<T, true, true>>()
                      : KernelOf<BatchNormKernels, ApplyKernel<T, true, false>>();
       }
     }
-    return LaunchMap(shape, kernel, kBlocksPerProcessor<T>, &params, stream);
+    return LaunchMap(kernel, kBlocksPerProcessor<T>, &params, stream);
   });
 }
 

@@ -38,10 +38,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const Place place = PlaceOf(g, blockIdx.x);
   const Share share = ShareOf(g, place, threadIdx.x);
   const int64_t group = place.group * g.group_size;
-  const T* const x = PartOf<T>(p.arrays.x, group);
-  const T* const dy = PartOf<T>(p.arrays.dy, group);
-  T* const dx = PartOf<T>(p.arrays.dx, group);
-  const uint8_t* const mask = PartOf<uint8_t>(p.arrays.mask, place.group * p.mask_bytes);
+  const T* const x = PartOf<T>(p.call.x, group);
+  const T* const dy = PartOf<T>(p.call.dy, group);
+  T* const dx = PartOf<T>(p.call.dx, group);
+  const uint8_t* const mask = PartOf<uint8_t>(p.call.mask, place.group * p.mask_bytes);
   AwaitPredecessors();
   if (share.count == 0 && share.cut == 0) return;
 
@@ -67,12 +67,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       [&](const Loaded&) {
         const UnitChannels channels(g, place, share, p.aligned_parameters);
         const int64_t sums_offset = place.group * g.channels;  // two per channel: Load adds as much
-        const A* const sums = static_cast<const A*>(p.arrays.sums) + sums_offset;
-        const A eps = static_cast<A>(p.eps);
+        const A* const sums = static_cast<const A*>(p.call.sums) + sums_offset;
+        const A eps = static_cast<A>(p.call.eps);
         A var[kUnit], scale[kUnit];
-        channels.Load(static_cast<const A*>(p.arrays.mean), mean);
-        channels.Load(static_cast<const A*>(p.arrays.var), var);
-        channels.LoadOr(static_cast<const A*>(p.arrays.scale), A(1), scale);
+        channels.Load(static_cast<const A*>(p.call.mean), mean);
+        channels.Load(static_cast<const A*>(p.call.var), var);
+        channels.LoadOr(static_cast<const A*>(p.call.scale), A(1), scale);
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
           var[i] += eps;
@@ -81,10 +81,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         channels.Load(sums + g.channels, b);
         channels.Load(sums, c);
         A more[kUnit];
-        channels.LoadOr(static_cast<const A*>(p.arrays.dvar), A(0), more);
+        channels.LoadOr(static_cast<const A*>(p.call.dvar), A(0), more);
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) b[i] = fma(A(2), more[i], -(a[i] * b[i] / var[i]));
-        channels.LoadOr(static_cast<const A*>(p.arrays.dmean), A(0), more);
+        channels.LoadOr(static_cast<const A*>(p.call.dmean), A(0), more);
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) c[i] = fma(-a[i], c[i], more[i]);
       },
@@ -103,19 +103,20 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 }  // namespace
 
-cudaError_t BatchNormBackward(const BatchNormShape& shape, DType dtype, double eps,
-                              const BatchNormArrays& arrays, cudaStream_t stream) {
-  if (IsEmpty(shape)) return cudaSuccess;
-  ElementParams params = {{}, arrays, eps, false, false, shape.mask_bytes()};
-  params.aligned_parameters =
-      AreAligned(arrays.mean, arrays.var, arrays.scale, arrays.sums, arrays.dmean, arrays.dvar);
-  const bool aligned = AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.dy, arrays.dx);
-  return ForDType(dtype, [&](auto tag) {
+cudaError_t BatchNormBackward(const BatchNormCall& call, cudaStream_t stream) {
+  if (IsEmpty(call.shape)) return cudaSuccess;
+  ElementParams params = {
+      {},
+      call,
+      AreAligned(call.mean, call.var, call.scale, call.sums, call.dmean, call.dvar),
+      call.shape.mask_bytes()};
+  const bool aligned = AreGroupsAligned(call, call.x, call.dy, call.dx);
+  return ForDType(call.dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     constexpr bool kAligned = sizeof(T) < 8;  // double has only the kernel for any address
     const auto kernel = aligned ? KernelOf<BatchNormKernels, BackwardKernel<T, kAligned>>()
                                 : KernelOf<BatchNormKernels, BackwardKernel<T, false>>();
-    return LaunchMap(shape, kernel, kBlocks, &params, stream);
+    return LaunchMap(kernel, kBlocks, &params, stream);
   });
 }
 

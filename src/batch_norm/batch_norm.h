@@ -9,41 +9,34 @@
 
 #include "batch_norm/shape.h"
 #include "core/backend.h"
-#include "core/dtype.h"
 
 namespace jax_fastops::FASTOPS_BACKEND {
 
 // mean = sum(x) / n and var = sum((x - mean)^2) / n with n = outer * inner.
-Status BatchNormStatistics(const BatchNormShape& shape, DType dtype, const BatchNormArrays& arrays,
-                           Queue queue);
+Status BatchNormStatistics(const BatchNormCall& call, Queue queue);
 
 // z = (x - mean) * (rsqrt(var + eps) * scale) + bias + residual, y = relu(z) or z. Computed in the
 // accumulator type and rounded once. relu keeps NaN. Stores the mask if it is requested.
-Status BatchNormApply(const BatchNormShape& shape, DType dtype, double eps, bool relu,
-                      const BatchNormArrays& arrays, Queue queue);
+Status BatchNormApply(const BatchNormCall& call, Queue queue);
 
 // Statistics and result together.
-Status BatchNormForward(const BatchNormShape& shape, DType dtype, double eps, bool relu,
-                        const BatchNormArrays& arrays, Queue queue);
+Status BatchNormForward(const BatchNormCall& call, Queue queue);
 
 // With g = dy + dy2 where the mask is set, otherwise 0 (selected, not multiplied), the averages
 //   sums[0] = sum(g) / n,  sums[1] = sum(g * (x - mean)) / n
 // of each channel. g is rounded to the type of x: if y has two users, dy and dy2 are their
 // cotangents, which JAX would add in that type. The same pass writes dresidual = g, and, if dx is
 // requested, the gradient for given statistics, dx = g * rsqrt(var + eps) * scale.
-Status BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
-                     const BatchNormArrays& arrays, Queue queue);
+Status BatchNormSums(const BatchNormCall& call, Queue queue);
 
 // With g = dy where the mask is set, otherwise 0 (selected), and a = rsqrt(var + eps) * scale:
 //   dx = a * (g - sums[0] - (x - mean) * sums[1] / (var + eps)) + dmean + 2 * dvar * (x - mean)
 // dmean and dvar are the cotangents of the statistics divided by n. If BatchNormSums has written g,
 // then g is passed as dy, without a mask.
-Status BatchNormBackward(const BatchNormShape& shape, DType dtype, double eps,
-                         const BatchNormArrays& arrays, Queue queue);
+Status BatchNormBackward(const BatchNormCall& call, Queue queue);
 
 // Sums and dx together, without dy2 and dresidual. The sums are a result.
-Status BatchNormGradient(const BatchNormShape& shape, DType dtype, double eps,
-                         const BatchNormArrays& arrays, Queue queue);
+Status BatchNormGradient(const BatchNormCall& call, Queue queue);
 
 #ifdef FASTOPS_CUDA
 struct BatchNormKernels;  // the family of KernelOf

@@ -206,10 +206,12 @@ struct Parts {
 };
 
 template <typename Scalar>
-void Statistics(const BatchNormShape& shape, int type, int64_t itemsize,
-                const BatchNormArrays& arrays, Executor& executor) {
-  Scalar* const mean = static_cast<Scalar*>(arrays.mean);
-  Scalar* const var = static_cast<Scalar*>(arrays.var);
+void Statistics(const BatchNormCall& call, Executor& executor) {
+  const BatchNormShape& shape = call.shape;
+  const int type = static_cast<int>(call.dtype);
+  const int64_t itemsize = ItemSize(call.dtype);
+  Scalar* const mean = static_cast<Scalar*>(call.mean);
+  Scalar* const var = static_cast<Scalar*>(call.var);
   const int64_t channels = shape.channels;
   if (shape.outer * shape.inner == 0) {
     std::fill(mean, mean + shape.groups * channels, std::numeric_limits<Scalar>::quiet_NaN());
@@ -226,7 +228,7 @@ void Statistics(const BatchNormShape& shape, int type, int64_t itemsize,
     double* const means =
         moments.begin() + (task.group * parts.parts + task.part) * 2 * channels + task.channel;
     double* const squares = means + channels;
-    const void* x = Offset(arrays.x, task.group * shape.group_size() * itemsize);
+    const void* x = Offset(call.x, task.group * shape.group_size() * itemsize);
     if (cut.runs) {
       Kernels().moments_of_runs[type](x, parts.Runs(task), buffer.begin(), means, squares);
       return;
@@ -261,41 +263,41 @@ void Statistics(const BatchNormShape& shape, int type, int64_t itemsize,
 
 // Calls f(i, 1 / sqrt(var + eps), scale / sqrt(var + eps)) for channel i of all groups.
 template <typename Scalar, typename F>
-void OverFactors(const BatchNormShape& shape, const void* var_data, const void* scale_data,
-                 double eps, Executor& executor, const F& f) {
-  const Scalar* const var = static_cast<const Scalar*>(var_data);
-  const Scalar* const scale = static_cast<const Scalar*>(scale_data);
-  ParallelFor(executor, shape.groups * shape.channels, 64, 64.0, [&](int64_t begin, int64_t end) {
+void OverFactors(const BatchNormCall& call, Executor& executor, const F& f) {
+  const Scalar* const var = static_cast<const Scalar*>(call.var);
+  const Scalar* const scale = static_cast<const Scalar*>(call.scale);
+  const int64_t channels = call.shape.groups * call.shape.channels;
+  ParallelFor(executor, channels, 64, 64.0, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const double rsqrt = 1 / std::sqrt(static_cast<double>(var[i]) + eps);
+      const double rsqrt = 1 / std::sqrt(static_cast<double>(var[i]) + call.eps);
       f(i, rsqrt, scale == nullptr ? rsqrt : rsqrt * static_cast<double>(scale[i]));
     }
   });
 }
 
 template <typename Scalar>
-void Factors(const BatchNormShape& shape, const void* var, const void* scale, double eps,
-             Scalar* factors, Executor& executor) {
-  OverFactors<Scalar>(shape, var, scale, eps, executor, [&](int64_t i, double, double factor) {
+void Factors(const BatchNormCall& call, Scalar* factors, Executor& executor) {
+  OverFactors<Scalar>(call, executor, [&](int64_t i, double, double factor) {
     factors[i] = static_cast<Scalar>(factor);
   });
 }
 
 // The elements of a group, and its mask.
-BatchNormArrays OfGroup(const BatchNormShape& shape, const BatchNormArrays& arrays,
-                        int64_t itemsize, int64_t group) {
-  BatchNormArrays from = arrays;
-  const int64_t at = group * shape.group_size() * itemsize;
+BatchNormArrays OfGroup(const BatchNormCall& call, int64_t group) {
+  BatchNormArrays from = call;
+  const int64_t at = group * call.shape.group_size() * ItemSize(call.dtype);
   for (const void** p : {&from.x, &from.residual, &from.dy, &from.dy2}) *p = Offset(*p, at);
   for (void** p : {&from.y, &from.dx, &from.dresidual}) *p = Offset(*p, at);
-  from.mask = Offset(arrays.mask, group * shape.mask_bytes());
+  from.mask = Offset(call.mask, group * call.shape.mask_bytes());
   return from;
 }
 
 template <typename Scalar>
-void Sums(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
-          const BatchNormArrays& arrays, Executor& executor) {
-  Scalar* const sums = static_cast<Scalar*>(arrays.sums);
+void Sums(const BatchNormCall& call, Executor& executor) {
+  const BatchNormShape& shape = call.shape;
+  const int type = static_cast<int>(call.dtype);
+  const int64_t itemsize = ItemSize(call.dtype);
+  Scalar* const sums = static_cast<Scalar*>(call.sums);
   const int64_t channels = shape.channels;
   if (shape.outer * shape.inner == 0) {
     std::fill(sums, sums + shape.groups * 2 * channels, Scalar{0});
@@ -303,19 +305,19 @@ void Sums(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
   }
   const Cut cut(shape, kOfSums);
   const Parts parts(shape, cut, itemsize);
-  const Scalar* const mean = static_cast<const Scalar*>(arrays.mean);
-  const bool has_dx = arrays.dx != nullptr;
+  const Scalar* const mean = static_cast<const Scalar*>(call.mean);
+  const bool has_dx = call.dx != nullptr;
   Buffer<Scalar> factor(has_dx ? shape.groups * channels : 0);
-  if (has_dx) Factors<Scalar>(shape, arrays.var, arrays.scale, eps, factor.begin(), executor);
+  if (has_dx) Factors<Scalar>(call, factor.begin(), executor);
   // [group, part, sum or product, channel]
   Buffer<double> all(shape.groups * parts.parts * 2 * channels);
-  const int moved = 2 + Count(arrays.dy2, arrays.dx, arrays.dresidual);
+  const int moved = 2 + Count(call.dy2, call.dx, call.dresidual);
   parts.Over(executor, static_cast<double>(moved * itemsize), [&](const Task& task) {
     const int64_t width = parts.width();
     Buffer<Scalar> buffer(parts.buffer());
     double* const first =
         all.begin() + (task.group * parts.parts + task.part) * 2 * channels + task.channel;
-    const BatchNormArrays from = OfGroup(shape, arrays, itemsize, task.group);
+    const BatchNormArrays from = OfGroup(call, task.group);
     const Scalar* const group_mean = mean + task.group * channels;
     const Scalar* const group_factor = factor.begin() + task.group * channels;
     if (cut.runs) {
@@ -441,94 +443,81 @@ bool CanStream(const BatchNormShape& shape, int64_t itemsize, const void* output
 }
 
 template <typename Scalar>
-void Apply(const BatchNormShape& shape, int type, int64_t itemsize, double eps, bool relu,
-           const BatchNormArrays& arrays, Executor& executor) {
+void Apply(const BatchNormCall& call, Executor& executor) {
+  const BatchNormShape& shape = call.shape;
+  const int type = static_cast<int>(call.dtype);
+  const int64_t itemsize = ItemSize(call.dtype);
   Buffer<Scalar> factor(shape.groups * shape.channels);
-  Factors<Scalar>(shape, arrays.var, arrays.scale, eps, factor.begin(), executor);
-  const Scalar* const values[] = {static_cast<const Scalar*>(arrays.mean), factor.begin(),
-                                  static_cast<const Scalar*>(arrays.bias)};
-  const bool stream = CanStream(shape, itemsize, arrays.y);
-  const int moved = 2 + Count(arrays.residual);
+  Factors<Scalar>(call, factor.begin(), executor);
+  const Scalar* const values[] = {static_cast<const Scalar*>(call.mean), factor.begin(),
+                                  static_cast<const Scalar*>(call.bias)};
+  const bool stream = CanStream(shape, itemsize, call.y);
+  const int moved = 2 + Count(call.residual);
   OverElements(shape, static_cast<double>(moved * itemsize), values, stream, executor,
                [&](int64_t group, const BatchNormKernels::Elements& elements) {
-                 const BatchNormArrays from = OfGroup(shape, arrays, itemsize, group);
-                 Kernels().apply[type](from, relu, elements);
+                 Kernels().apply[type](OfGroup(call, group), call.relu, elements);
                });
 }
 
 template <typename Scalar>
-void Backward(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
-              const BatchNormArrays& arrays, Executor& executor) {
+void Backward(const BatchNormCall& call, Executor& executor) {
+  const BatchNormShape& shape = call.shape;
+  const int type = static_cast<int>(call.dtype);
+  const int64_t itemsize = ItemSize(call.dtype);
   const int64_t channels = shape.channels, all = shape.groups * channels;
   Buffer<Scalar> coefficients(3 * all);
   Scalar* const factor = coefficients.begin();
-  const Scalar* const sums = static_cast<const Scalar*>(arrays.sums);
-  const Scalar* const dvar = static_cast<const Scalar*>(arrays.dvar);
-  OverFactors<Scalar>(
-      shape, arrays.var, arrays.scale, eps, executor, [&](int64_t i, double rsqrt, double a) {
-        const Scalar* const own = sums + i / channels * 2 * channels + i % channels;
-        const double product = static_cast<double>(own[channels]);
-        factor[i] = static_cast<Scalar>(a);
-        factor[all + i] =
-            static_cast<Scalar>(2 * static_cast<double>(dvar[i]) - a * product * rsqrt * rsqrt);
-        factor[2 * all + i] = own[0];
-      });
-  const Scalar* const values[] = {static_cast<const Scalar*>(arrays.mean), factor, factor + all,
-                                  factor + 2 * all, static_cast<const Scalar*>(arrays.dmean)};
-  const bool stream = CanStream(shape, itemsize, arrays.dx);
+  const Scalar* const sums = static_cast<const Scalar*>(call.sums);
+  const Scalar* const dvar = static_cast<const Scalar*>(call.dvar);
+  OverFactors<Scalar>(call, executor, [&](int64_t i, double rsqrt, double a) {
+    const Scalar* const own = sums + i / channels * 2 * channels + i % channels;
+    const double product = static_cast<double>(own[channels]);
+    factor[i] = static_cast<Scalar>(a);
+    factor[all + i] =
+        static_cast<Scalar>(2 * static_cast<double>(dvar[i]) - a * product * rsqrt * rsqrt);
+    factor[2 * all + i] = own[0];
+  });
+  const Scalar* const values[] = {static_cast<const Scalar*>(call.mean), factor, factor + all,
+                                  factor + 2 * all, static_cast<const Scalar*>(call.dmean)};
+  const bool stream = CanStream(shape, itemsize, call.dx);
   OverElements(shape, static_cast<double>(3 * itemsize), values, stream, executor,
                [&](int64_t group, const BatchNormKernels::Elements& elements) {
-                 const BatchNormArrays from = OfGroup(shape, arrays, itemsize, group);
-                 Kernels().backward[type](from, elements);
+                 Kernels().backward[type](OfGroup(call, group), elements);
                });
 }
 
 }  // namespace
 
-void BatchNormStatistics(const BatchNormShape& shape, DType dtype, const BatchNormArrays& arrays,
-                         Executor& executor) {
-  if (shape.groups * shape.channels == 0) return;
-  WithAccumulator(dtype, [&]<typename Scalar>() {
-    Statistics<Scalar>(shape, static_cast<int>(dtype), ItemSize(dtype), arrays, executor);
-  });
+void BatchNormStatistics(const BatchNormCall& call, Executor& executor) {
+  if (call.shape.groups * call.shape.channels == 0) return;
+  WithAccumulator(call.dtype, [&]<typename Scalar>() { Statistics<Scalar>(call, executor); });
 }
 
-void BatchNormApply(const BatchNormShape& shape, DType dtype, double eps, bool relu,
-                    const BatchNormArrays& arrays, Executor& executor) {
-  if (shape.groups * shape.group_size() == 0) return;
-  WithAccumulator(dtype, [&]<typename Scalar>() {
-    Apply<Scalar>(shape, static_cast<int>(dtype), ItemSize(dtype), eps, relu, arrays, executor);
-  });
+void BatchNormApply(const BatchNormCall& call, Executor& executor) {
+  if (call.shape.groups * call.shape.group_size() == 0) return;
+  WithAccumulator(call.dtype, [&]<typename Scalar>() { Apply<Scalar>(call, executor); });
 }
 
-void BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
-                   const BatchNormArrays& arrays, Executor& executor) {
-  if (shape.groups * shape.channels == 0) return;
-  WithAccumulator(dtype, [&]<typename Scalar>() {
-    Sums<Scalar>(shape, static_cast<int>(dtype), ItemSize(dtype), eps, arrays, executor);
-  });
+void BatchNormSums(const BatchNormCall& call, Executor& executor) {
+  if (call.shape.groups * call.shape.channels == 0) return;
+  WithAccumulator(call.dtype, [&]<typename Scalar>() { Sums<Scalar>(call, executor); });
 }
 
-void BatchNormBackward(const BatchNormShape& shape, DType dtype, double eps,
-                       const BatchNormArrays& arrays, Executor& executor) {
-  if (shape.groups * shape.group_size() == 0) return;
-  WithAccumulator(dtype, [&]<typename Scalar>() {
-    Backward<Scalar>(shape, static_cast<int>(dtype), ItemSize(dtype), eps, arrays, executor);
-  });
+void BatchNormBackward(const BatchNormCall& call, Executor& executor) {
+  if (call.shape.groups * call.shape.group_size() == 0) return;
+  WithAccumulator(call.dtype, [&]<typename Scalar>() { Backward<Scalar>(call, executor); });
 }
 
-void BatchNormForward(const BatchNormShape& shape, DType dtype, double eps, bool relu,
-                      const BatchNormArrays& arrays, Executor& executor) {
-  BatchNormStatistics(shape, dtype, arrays, executor);
-  BatchNormApply(shape, dtype, eps, relu, arrays, executor);
+void BatchNormForward(const BatchNormCall& call, Executor& executor) {
+  BatchNormStatistics(call, executor);
+  BatchNormApply(call, executor);
 }
 
-void BatchNormGradient(const BatchNormShape& shape, DType dtype, double eps,
-                       const BatchNormArrays& arrays, Executor& executor) {
-  BatchNormArrays of_sums = arrays;
+void BatchNormGradient(const BatchNormCall& call, Executor& executor) {
+  BatchNormCall of_sums = call;
   of_sums.dx = nullptr;
-  BatchNormSums(shape, dtype, eps, of_sums, executor);
-  BatchNormBackward(shape, dtype, eps, arrays, executor);
+  BatchNormSums(of_sums, executor);
+  BatchNormBackward(call, executor);
 }
 
 }  // namespace jax_fastops::cpu

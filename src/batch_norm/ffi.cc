@@ -17,8 +17,12 @@ const WorkspaceSize kWorkspace("batch_norm", [](int64_t outer, int64_t channels,
   return BatchNormWorkspace(shape) + 4 * (eighth < kMore ? eighth : kMore);
 });
 
-BatchNormShape ShapeOf(Call& call) {
-  BatchNormShape shape;
+using C = BatchNormCall;
+
+// What calls of all functions have.
+C Read(Call& call) {
+  C c;
+  BatchNormShape& shape = c.shape;
   shape.groups = call.Batch();
   shape.channels = call.Size("c");
   shape.inner = call.Attribute<int64_t>("inner");
@@ -26,102 +30,81 @@ BatchNormShape ShapeOf(Call& call) {
   const bool valid = shape.channels > 0 && shape.inner > 0 && n % row == 0;
   call.Require(valid, "x", "must end in outer * channels * inner elements");
   if (valid) shape.outer = n / row;
-  return shape;
+  c.dtype = call.Type();
+  return c;
 }
-
-using A = BatchNormArrays;
 
 // An operand that is a result of another call.
 void* Given(Call& call, const char* name) { return const_cast<void*>(call.In(name)); }
 
-void ReadWorkspace(Call& call, const BatchNormShape& shape, BatchNormArrays* arrays) {
-  arrays->workspace = call.Out("workspace");
-  arrays->workspace_size = call.Size("w");
-  call.Require(arrays->workspace_size >= BatchNormWorkspace(shape), "workspace", "is too small");
+void ReadWorkspace(Call& call, C* c) {
+  c->workspace = call.Out("workspace");
+  c->workspace_size = call.Size("w");
+  call.Require(c->workspace_size >= BatchNormWorkspace(c->shape), "workspace", "is too small");
 }
 
-void ReadResult(Call& call, BatchNormArrays* arrays) {
-  call.Fill(arrays, "x", &A::x, "scale?", &A::scale, "bias?", &A::bias, "residual?", &A::residual,
-            "y", &A::y, "mask?", &A::mask);
+C ReadResult(Call& call) {
+  C c = Read(call);
+  call.Fill(&c, "x", &C::x, "scale?", &C::scale, "bias?", &C::bias, "residual?", &C::residual, "y",
+            &C::y, "mask?", &C::mask);
+  c.eps = call.Attribute<double>("eps");
+  c.relu = call.Attribute<bool>("relu");
+  return c;
 }
 
-void ReadGradient(Call& call, BatchNormArrays* arrays) {
-  call.Fill(arrays, "x", &A::x, "dy", &A::dy, "scale?", &A::scale);
-  arrays->mask = Given(call, "mask?");
-  arrays->mean = Given(call, "mean");
+C ReadGradient(Call& call, const char* var) {
+  C c = Read(call);
+  call.Fill(&c, "x", &C::x, "dy", &C::dy, "scale?", &C::scale);
+  c.mask = Given(call, "mask?");
+  c.mean = Given(call, "mean");
+  c.var = Given(call, var);
+  c.eps = call.Attribute<double>("eps");
+  return c;
 }
 
 ffi::Error Forward(Call& call, Queue queue) {
-  const BatchNormShape shape = ShapeOf(call);
-  BatchNormArrays arrays;
-  ReadResult(call, &arrays);
-  call.Fill(&arrays, "mean", &A::mean, "var", &A::var);
-  ReadWorkspace(call, shape, &arrays);
-  const DType dtype = call.Type();
-  const double eps = call.Attribute<double>("eps");
-  const bool relu = call.Attribute<bool>("relu");
-  return call.Run(
-      [&] { return backend::BatchNormForward(shape, dtype, eps, relu, arrays, queue); });
+  C c = ReadResult(call);
+  call.Fill(&c, "mean", &C::mean, "var", &C::var);
+  ReadWorkspace(call, &c);
+  return call.Run([&] { return backend::BatchNormForward(c, queue); });
 }
 
 ffi::Error Statistics(Call& call, Queue queue) {
-  const BatchNormShape shape = ShapeOf(call);
-  BatchNormArrays arrays;
-  call.Fill(&arrays, "x", &A::x, "mean", &A::mean, "var", &A::var);
-  ReadWorkspace(call, shape, &arrays);
-  const DType dtype = call.Type();
-  return call.Run([&] { return backend::BatchNormStatistics(shape, dtype, arrays, queue); });
+  C c = Read(call);
+  call.Fill(&c, "x", &C::x, "mean", &C::mean, "var", &C::var);
+  ReadWorkspace(call, &c);
+  return call.Run([&] { return backend::BatchNormStatistics(c, queue); });
 }
 
 ffi::Error Apply(Call& call, Queue queue) {
-  const BatchNormShape shape = ShapeOf(call);
-  BatchNormArrays arrays;
-  ReadResult(call, &arrays);
-  arrays.mean = Given(call, "mean");
-  arrays.var = Given(call, "var");
-  const DType dtype = call.Type();
-  const double eps = call.Attribute<double>("eps");
-  const bool relu = call.Attribute<bool>("relu");
-  return call.Run([&] { return backend::BatchNormApply(shape, dtype, eps, relu, arrays, queue); });
+  C c = ReadResult(call);
+  c.mean = Given(call, "mean");
+  c.var = Given(call, "var");
+  return call.Run([&] { return backend::BatchNormApply(c, queue); });
 }
 
 ffi::Error Sums(Call& call, Queue queue) {
-  const BatchNormShape shape = ShapeOf(call);
-  BatchNormArrays arrays;
-  ReadGradient(call, &arrays);
-  arrays.var = Given(call, "var?");
-  call.Fill(&arrays, "dy2?", &A::dy2, "dx?", &A::dx, "dresidual?", &A::dresidual, "sums", &A::sums);
-  ReadWorkspace(call, shape, &arrays);
-  const DType dtype = call.Type();
-  const double eps = call.Attribute<double>("eps");
-  const bool given = arrays.var != nullptr;
-  call.Require(given == (arrays.dx != nullptr) && (given || arrays.scale == nullptr), "x",
+  C c = ReadGradient(call, "var?");
+  call.Fill(&c, "dy2?", &C::dy2, "dx?", &C::dx, "dresidual?", &C::dresidual, "sums", &C::sums);
+  ReadWorkspace(call, &c);
+  const bool given = c.var != nullptr;
+  call.Require(given == (c.dx != nullptr) && (given || c.scale == nullptr), "x",
                "needs dx, var and perhaps a scale, or none of them");
-  return call.Run([&] { return backend::BatchNormSums(shape, dtype, eps, arrays, queue); });
+  return call.Run([&] { return backend::BatchNormSums(c, queue); });
 }
 
 ffi::Error Backward(Call& call, Queue queue) {
-  const BatchNormShape shape = ShapeOf(call);
-  BatchNormArrays arrays;
-  ReadGradient(call, &arrays);
-  arrays.var = Given(call, "var");
-  arrays.sums = Given(call, "sums");
-  call.Fill(&arrays, "dmean", &A::dmean, "dvar", &A::dvar, "dx", &A::dx);
-  const DType dtype = call.Type();
-  const double eps = call.Attribute<double>("eps");
-  return call.Run([&] { return backend::BatchNormBackward(shape, dtype, eps, arrays, queue); });
+  C c = ReadGradient(call, "var");
+  c.sums = Given(call, "sums");
+  call.Fill(&c, "dmean", &C::dmean, "dvar", &C::dvar, "dx", &C::dx);
+  return call.Run([&] { return backend::BatchNormBackward(c, queue); });
 }
 
 ffi::Error Gradient(Call& call, Queue queue) {
-  const BatchNormShape shape = ShapeOf(call);
-  BatchNormArrays arrays;
-  ReadGradient(call, &arrays);
-  arrays.var = Given(call, "var");
-  call.Fill(&arrays, "dmean", &A::dmean, "dvar", &A::dvar, "dx", &A::dx, "sums", &A::sums);
-  ReadWorkspace(call, shape, &arrays);
-  const DType dtype = call.Type();
-  const double eps = call.Attribute<double>("eps");
-  return call.Run([&] { return backend::BatchNormGradient(shape, dtype, eps, arrays, queue); });
+  C c = ReadGradient(call, "var");
+  call.Fill(&c, "dmean", &C::dmean, "dvar", &C::dvar, "dx", &C::dx, "sums", &C::sums);
+  ReadWorkspace(call, &c);
+  return call.Run([&] { return backend::BatchNormGradient(c, queue); });
 }
 
 FASTOPS_HANDLER("batch_norm_fwd", Forward, LoadBatchNormKernels);

@@ -199,11 +199,11 @@ struct ChannelSums {
 // Host
 
 // Sets everything except x and the outputs.
-inline void MakeFinish(const BatchNormShape& shape, const Geometry& g, const void* workspace,
-                       int64_t workspace_size, Finish* finish) {
+inline void MakeFinish(const BatchNormCall& call, const Geometry& g, Finish* finish) {
+  const BatchNormShape& shape = call.shape;
   finish->geometry = g;
-  finish->workspace = workspace;
-  finish->workspace_size = workspace_size;
+  finish->workspace = call.workspace;
+  finish->workspace_size = call.workspace_size;
   finish->n = static_cast<double>(shape.outer) * static_cast<double>(shape.inner);
   const int64_t tiles = g.inner > 1 ? std::min(g.tiles, g.inner / g.tile_size() + 2) : 1;
   const int64_t entries = g.repeats * tiles * g.parts;
@@ -216,9 +216,9 @@ inline void MakeFinish(const BatchNormShape& shape, const Geometry& g, const voi
 // except the geometry, and x and the outputs in `sums`. The workspace has room for `pairs` pairs
 // per group.
 template <typename Params, typename Sums>
-cudaError_t LaunchSums(const BatchNormShape& shape, void (*sum)(Params), int resident,
-                       void* workspace, int64_t workspace_size, int64_t pairs, Params* params,
-                       Sums sums, cudaStream_t stream) {
+cudaError_t LaunchSums(const BatchNormCall& call, void (*sum)(Params), int resident, int64_t pairs,
+                       Params* params, Sums sums, cudaStream_t stream) {
+  const BatchNormShape& shape = call.shape;
   Device device;
   cudaError_t error = CurrentDevice(&device);
   if (error != cudaSuccess) return error;
@@ -226,7 +226,7 @@ cudaError_t LaunchSums(const BatchNormShape& shape, void (*sum)(Params), int res
   if (!MakeGeometry(shape, {int64_t{device.processors} * resident, 3, pairs}, &geometry)) {
     return cudaErrorInvalidConfiguration;
   }
-  MakeFinish(shape, geometry, workspace, workspace_size, &sums.f);
+  MakeFinish(call, geometry, &sums.f);
   error = Launch(sum, {.grid = dim3(BlocksOf(shape, geometry)), .block = dim3(kThreads)}, stream,
                  *params);
   if (error != cudaSuccess) return error;

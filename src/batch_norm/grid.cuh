@@ -45,7 +45,6 @@ struct FinishBlocks {
 // Parameters of a cooperative kernel that do not depend on its direction.
 struct GridParams {
   Finish finish;
-  double eps;
   bool aligned_parameters;
   bool plain;          // FoldPlain applies
   int64_t mask_bytes;  // of a group
@@ -231,7 +230,7 @@ inline bool MakeResidentGeometry(const BatchNormShape& shape, int64_t blocks, in
 
 // How the blocks of a kernel divide a shape, and how much each of them keeps on the chip.
 struct GridPlan {
-  Finish finish;  // all but the arrays
+  Finish finish;  // all but x and the outputs
   FinishBlocks finish_blocks;
   bool plain;     // FoldPlain applies
   int32_t slots;  // of a thread's ring
@@ -246,13 +245,13 @@ struct GridPlan {
 // slot of the ring takes `slot_bytes`, and a thread needs at least `least` slots. `in_registers` of
 // a thread's units are kept in registers. Returns false if there is no such plan.
 template <typename Config>
-bool MakeGridPlan(const BatchNormShape& shape, const ResidentDevice& device, int64_t workspace_size,
-                  int64_t pairs, int fold, int slot_bytes, int64_t least, int64_t in_registers,
-                  GridPlan* plan) {
+bool MakeGridPlan(const BatchNormCall& call, const ResidentDevice& device, int64_t pairs, int fold,
+                  int slot_bytes, int64_t least, int64_t in_registers, GridPlan* plan) {
+  const BatchNormShape& shape = call.shape;
   const int64_t blocks = int64_t{device.processors} * Config::kBlocks;
   Geometry g;
   if (!MakeResidentGeometry(shape, blocks, pairs - 1, &g)) return false;
-  MakeFinish(shape, g, nullptr, workspace_size, &plan->finish);
+  MakeFinish(call, g, &plan->finish);
   plan->blocks = BlocksOf(shape, g);
 
   // Finish as few channels per block as the number of blocks allows, but at least 1 << kLogFinish
@@ -298,12 +297,11 @@ inline cudaError_t GetResidentDevice(int blocks, ResidentDevice* offer) {
   return cudaSuccess;
 }
 
-inline GridParams ParamsOf(const BatchNormShape& shape, const GridPlan& plan, double eps) {
+inline GridParams ParamsOf(const BatchNormCall& call, const GridPlan& plan) {
   GridParams p;
   p.finish = plan.finish;
-  p.eps = eps;
   p.plain = plan.plain;
-  p.mask_bytes = shape.mask_bytes();
+  p.mask_bytes = call.shape.mask_bytes();
   p.slots = plan.slots;
   p.finish_blocks = plan.finish_blocks;
   return p;

@@ -22,9 +22,8 @@
 namespace jax_fastops::cuda::batch_norm {
 
 struct ResidentParams : GridParams {
-  BatchNormArrays arrays;
+  BatchNormCall call;
   double inverse_n;
-  bool relu;
 };
 
 // A thread's part of the ring. Unit j is in slot j % slots. Corresponding words of consecutive
@@ -58,12 +57,12 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   const Place place = PlaceOf(g, blockIdx.x);
   const Share share = ShareOf(g, place, threadIdx.x);
   const int64_t group = place.group * g.group_size;
-  const T* const x = static_cast<const T*>(p.arrays.x) + group;
-  const T* const residual = static_cast<const T*>(p.arrays.residual) + group;
-  T* const y = static_cast<T*>(p.arrays.y) + group;
-  uint8_t* const mask = p.arrays.mask == nullptr
+  const T* const x = static_cast<const T*>(p.call.x) + group;
+  const T* const residual = static_cast<const T*>(p.call.residual) + group;
+  T* const y = static_cast<T*>(p.call.y) + group;
+  uint8_t* const mask = p.call.mask == nullptr
                             ? nullptr
-                            : static_cast<uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes;
+                            : static_cast<uint8_t*>(p.call.mask) + place.group * p.mask_bytes;
   const UnitChannels channels(g, place, share, p.aligned_parameters);
   // Whether all lanes of the warp have the same number of units.
   const bool together = kAccesses == 2 && IsSameInWarp(share.count);
@@ -154,11 +153,11 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   }
   AddCut(g, share, x, deviations);
 
-  double* const workspace = reinterpret_cast<double*>(static_cast<A*>(p.arrays.workspace) +
-                                                      place.group * p.arrays.workspace_size);
+  double* const workspace = reinterpret_cast<double*>(static_cast<A*>(p.call.workspace) +
+                                                      place.group * p.call.workspace_size);
   // The counter follows the first group's sums in the workspace.
   uint32_t* const counter =
-      reinterpret_cast<uint32_t*>(static_cast<double*>(p.arrays.workspace) + 2 * g.plane());
+      reinterpret_cast<uint32_t*>(static_cast<double*>(p.call.workspace) + 2 * g.plane());
   if (blockIdx.x == 0 && threadIdx.x == 0) *counter = 0;
   {
     Pair<double> sums[kUnit];
@@ -188,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   };
   const auto apply = [&](const UnitVec<T>& unit, const UnitVec<T>& other, int64_t element,
                          int size) {
-    return ApplyUnit(unit, kResidual, other, mean, factor, bias, p.relu, mask, element, size);
+    return ApplyUnit(unit, kResidual, other, mean, factor, bias, p.call.relu, mask, element, size);
   };
   const auto put = [&](const UnitVec<T>& unit, const UnitVec<T>& other, int64_t element) {
     const UnitVec<T> result = apply(unit, other, element, kUnit);
@@ -211,13 +210,13 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
           static_cast<A*>(f.out[1])[at] = static_cast<A>(var < 0 ? 0 : var);
         },
         [&] {
-          channels.LoadOr(static_cast<const A*>(p.arrays.scale), A(1), scale);
-          channels.LoadOr(static_cast<const A*>(p.arrays.bias), A(0), bias);
+          channels.LoadOr(static_cast<const A*>(p.call.scale), A(1), scale);
+          channels.LoadOr(static_cast<const A*>(p.call.bias), A(0), bias);
         });
     if (share.count == 0 && share.cut == 0) return;
-    channels.Load(static_cast<const A*>(p.arrays.mean), mean);
-    channels.Load(static_cast<const A*>(p.arrays.var), factor);
-    const A eps = static_cast<A>(p.eps);
+    channels.Load(static_cast<const A*>(p.call.mean), mean);
+    channels.Load(static_cast<const A*>(p.call.var), factor);
+    const A eps = static_cast<A>(p.call.eps);
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) factor[i] = FastReciprocalRoot(factor[i] + eps) * scale[i];
   };
@@ -283,24 +282,20 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
 
 // Returns false if the kernel does not support the shape.
 template <typename T, typename Config>
-bool MakeResidentPlan(const BatchNormShape& shape, const ResidentDevice& device,
-                      int64_t workspace_size, GridPlan* plan) {
+bool MakeResidentPlan(const BatchNormCall& call, const ResidentDevice& device, GridPlan* plan) {
   using Ring = RingOf<T>;
   return MakeGridPlan<Config>(
-      shape, device, workspace_size, workspace_size / (2 * sizeof(double) / sizeof(float)),
-      kFoldBytes<double>, Ring::kSlotBytes, kRingAhead<Config> * Ring::kStep,
-      Config::kWords / Ring::kAccesses, plan);
+      call, device, call.workspace_size / (2 * sizeof(double) / sizeof(float)), kFoldBytes<double>,
+      Ring::kSlotBytes, kRingAhead<Config> * Ring::kStep, Config::kWords / Ring::kAccesses, plan);
 }
 
-inline ResidentParams MakeResidentParams(const BatchNormShape& shape, const GridPlan& plan,
-                                         const BatchNormArrays& arrays, double eps, bool relu) {
-  ResidentParams p = {ParamsOf(shape, plan, eps), arrays, 1 / plan.finish.n, relu};
-  p.finish.workspace = arrays.workspace;
-  p.finish.x = arrays.x;
-  p.finish.out[0] = arrays.mean;
-  p.finish.out[1] = arrays.var;
-  p.finish.out_stride = shape.channels;
-  p.aligned_parameters = AreAligned(arrays.mean, arrays.var, arrays.scale, arrays.bias);
+inline ResidentParams MakeResidentParams(const BatchNormCall& call, const GridPlan& plan) {
+  ResidentParams p = {ParamsOf(call, plan), call, 1 / plan.finish.n};
+  p.finish.x = call.x;
+  p.finish.out[0] = call.mean;
+  p.finish.out[1] = call.var;
+  p.finish.out_stride = call.shape.channels;
+  p.aligned_parameters = AreAligned(call.mean, call.var, call.scale, call.bias);
   return p;
 }
 

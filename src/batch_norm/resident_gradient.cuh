@@ -24,7 +24,7 @@
 namespace jax_fastops::cuda::batch_norm {
 
 struct GradientParams : GridParams {
-  BatchNormArrays arrays;
+  BatchNormCall call;
   const uint8_t* mask_end;
 };
 
@@ -64,11 +64,11 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   const Place place = PlaceOf(g, blockIdx.x);
   const Share share = ShareOf(g, place, threadIdx.x);
   const int64_t group = place.group * g.group_size;
-  const T* const x = static_cast<const T*>(p.arrays.x) + group;
-  const T* const dy = static_cast<const T*>(p.arrays.dy) + group;
-  T* const dx = static_cast<T*>(p.arrays.dx) + group;
+  const T* const x = static_cast<const T*>(p.call.x) + group;
+  const T* const dy = static_cast<const T*>(p.call.dy) + group;
+  T* const dx = static_cast<T*>(p.call.dx) + group;
   const uint8_t* const mask =
-      kMask ? static_cast<const uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes : nullptr;
+      kMask ? static_cast<const uint8_t*>(p.call.mask) + place.group * p.mask_bytes : nullptr;
   const UnitChannels channels(g, place, share, p.aligned_parameters);
   // Whether all lanes of the warp have the same number of units.
   const bool together = kAccesses == 2 && IsSameInWarp(share.count);
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
 
   // First pass: the sums.
   A mean[kUnit];
-  if (share.count > 0 || share.cut > 0) channels.Load(static_cast<const A*>(p.arrays.mean), mean);
+  if (share.count > 0 || share.cut > 0) channels.Load(static_cast<const A*>(p.call.mean), mean);
   Pair<A> sums[kUnit];
   const auto add = [&](const UnitVec<T>& unit, const UnitVec<T>& selected, int size) {
     AddProducts(selected, unit, mean, size, sums);
@@ -197,10 +197,10 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     add(last.x, select(last), share.cut);
   }
 
-  A* const workspace = static_cast<A*>(p.arrays.workspace) + place.group * p.arrays.workspace_size;
+  A* const workspace = static_cast<A*>(p.call.workspace) + place.group * p.call.workspace_size;
   // The counter follows the first group's sums in the workspace.
   uint32_t* const counter =
-      reinterpret_cast<uint32_t*>(static_cast<A*>(p.arrays.workspace) + 2 * g.plane());
+      reinterpret_cast<uint32_t*>(static_cast<A*>(p.call.workspace) + 2 * g.plane());
   if (blockIdx.x == 0 && threadIdx.x == 0) *counter = 0;
   if (p.plain) {
     FoldPlain(g, place, sums, buffer, workspace);
@@ -223,23 +223,23 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     // Load the parameters together with the sums, so that across the barrier the registers are free
     // for x and dy. `sums` has two values per channel; Load adds the other half of the group's
     // offset.
-    const A* const total = static_cast<const A*>(p.arrays.sums) + place.group * g.channels;
-    const A eps = static_cast<A>(p.eps);
+    const A* const total = static_cast<const A*>(p.call.sums) + place.group * g.channels;
+    const A eps = static_cast<A>(p.call.eps);
     A var[kUnit], more[kUnit];
     channels.Load(total + g.channels, b);
     channels.Load(total, c);
-    channels.Load(static_cast<const A*>(p.arrays.mean), mean);
-    channels.Load(static_cast<const A*>(p.arrays.var), var);
-    channels.LoadOr(static_cast<const A*>(p.arrays.scale), A(1), a);
+    channels.Load(static_cast<const A*>(p.call.mean), mean);
+    channels.Load(static_cast<const A*>(p.call.var), var);
+    channels.LoadOr(static_cast<const A*>(p.call.scale), A(1), a);
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) {
       var[i] += eps;
       a[i] *= FastReciprocalRoot(var[i]);
     }
-    channels.LoadOr(static_cast<const A*>(p.arrays.dvar), A(0), more);
+    channels.LoadOr(static_cast<const A*>(p.call.dvar), A(0), more);
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) b[i] = fma(A(2), more[i], -(a[i] * b[i] / var[i]));
-    channels.LoadOr(static_cast<const A*>(p.arrays.dmean), A(0), more);
+    channels.LoadOr(static_cast<const A*>(p.call.dmean), A(0), more);
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) c[i] = fma(-a[i], c[i], more[i]);
   };
@@ -287,27 +287,22 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
 
 // Returns false if the kernel does not support the shape.
 template <typename T, typename Config>
-bool MakeGradientPlan(const BatchNormShape& shape, const ResidentDevice& device,
-                      int64_t workspace_size, GridPlan* plan) {
+bool MakeGradientPlan(const BatchNormCall& call, const ResidentDevice& device, GridPlan* plan) {
   using Ring = GradientRing<T>;
-  return MakeGridPlan<Config>(shape, device, workspace_size, workspace_size / 2,
-                              kFoldBytes<ComputeType<T>>, Ring::kSlotBytes,
-                              kRingAhead<Config> * Ring::kStep,
+  return MakeGridPlan<Config>(call, device, call.workspace_size / 2, kFoldBytes<ComputeType<T>>,
+                              Ring::kSlotBytes, kRingAhead<Config> * Ring::kStep,
                               Config::kWords / 2 / Ring::kAccesses, plan);
 }
 
-inline GradientParams MakeGradientParams(const BatchNormShape& shape, const GridPlan& plan,
-                                         const BatchNormArrays& arrays, double eps) {
-  GradientParams p = {ParamsOf(shape, plan, eps), arrays, nullptr};
-  p.finish.workspace = arrays.workspace;
-  p.finish.x = nullptr;
-  p.finish.out[0] = arrays.sums;
-  p.finish.out[1] = nullptr;
-  p.finish.out_stride = 2 * shape.channels;
+inline GradientParams MakeGradientParams(const BatchNormCall& call, const GridPlan& plan) {
+  GradientParams p = {ParamsOf(call, plan), call, nullptr};
+  p.finish.x = p.finish.out[1] = nullptr;
+  p.finish.out[0] = call.sums;
+  p.finish.out_stride = 2 * call.shape.channels;
   p.aligned_parameters =
-      AreAligned(arrays.mean, arrays.var, arrays.scale, arrays.sums, arrays.dmean, arrays.dvar);
-  if (arrays.mask != nullptr) {
-    p.mask_end = static_cast<const uint8_t*>(arrays.mask) + shape.groups * p.mask_bytes;
+      AreAligned(call.mean, call.var, call.scale, call.sums, call.dmean, call.dvar);
+  if (call.mask != nullptr) {
+    p.mask_end = static_cast<const uint8_t*>(call.mask) + call.shape.groups * p.mask_bytes;
   }
   return p;
 }

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "core/dtype.h"
+
 namespace jax_fastops {
 
 // Row-major arrays [groups, outer, channels, inner]: NHWC has inner = 1, NCHW has outer = N. Every
@@ -44,6 +46,13 @@ struct BatchNormArrays {
   // double.
   void* workspace = nullptr;
   int64_t workspace_size = 0;
+};
+
+struct BatchNormCall : BatchNormArrays {
+  BatchNormShape shape;
+  DType dtype;
+  double eps = 0;
+  bool relu = false;
 };
 
 // The minimum workspace of a group, in accumulators: two doubles per channel for each block, with

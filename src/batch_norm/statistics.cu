@@ -123,27 +123,23 @@ struct MomentSums : ChannelSums<A, double> {
 
 }  // namespace
 
-cudaError_t BatchNormStatistics(const BatchNormShape& shape, DType dtype,
-                                const BatchNormArrays& arrays, cudaStream_t stream) {
-  if (IsEmpty(shape)) return cudaSuccess;
-  Params params;
-  params.x = arrays.x;
-  params.workspace = arrays.workspace;
-  params.workspace_size = arrays.workspace_size;
-  const bool aligned = AreGroupsAligned(shape, DTypeSize(dtype), arrays.x);
-  return ForDType(dtype, [&](auto tag) {
+cudaError_t BatchNormStatistics(const BatchNormCall& call, cudaStream_t stream) {
+  if (IsEmpty(call.shape)) return cudaSuccess;
+  Params params = {{}, call.x, call.workspace, call.workspace_size};
+  const bool aligned = AreGroupsAligned(call, call.x);
+  return ForDType(call.dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     using A = ComputeType<T>;
     constexpr bool kAligned = sizeof(T) < 8;  // double has only the kernel for any address
     const auto sum = aligned ? KernelOf<BatchNormKernels, StatisticsKernel<T, kAligned>>()
                              : KernelOf<BatchNormKernels, StatisticsKernel<T, false>>();
     MomentSums<A> sums;
-    sums.f.x = arrays.x;
-    sums.f.out[0] = arrays.mean;
-    sums.f.out[1] = arrays.var;
-    sums.f.out_stride = shape.channels;
-    return LaunchSums(shape, sum, kBlocksPerProcessor<T>, arrays.workspace, arrays.workspace_size,
-                      arrays.workspace_size * sizeof(A) / (2 * sizeof(double)), &params, sums,
+    sums.f.x = call.x;
+    sums.f.out[0] = call.mean;
+    sums.f.out[1] = call.var;
+    sums.f.out_stride = call.shape.channels;
+    return LaunchSums(call, sum, kBlocksPerProcessor<T>,
+                      call.workspace_size * sizeof(A) / (2 * sizeof(double)), &params, sums,
                       stream);
   });
 }

@@ -34,12 +34,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
   const Place place = PlaceOf(g, blockIdx.x);
   const Share share = ShareOf(g, place, threadIdx.x);
   const int64_t group = place.group * g.group_size;
-  const T* const x = PartOf<T>(p.arrays.x, group);
-  const T* const dy = PartOf<T>(p.arrays.dy, group);
-  const T* const dy2 = PartOf<T>(p.arrays.dy2, group);
-  const uint8_t* const mask = PartOf<uint8_t>(p.arrays.mask, place.group * p.mask_bytes);
-  T* const dx = PartOf<T>(p.arrays.dx, group);
-  T* const dresidual = PartOf<T>(p.arrays.dresidual, group);
+  const T* const x = PartOf<T>(p.call.x, group);
+  const T* const dy = PartOf<T>(p.call.dy, group);
+  const T* const dy2 = PartOf<T>(p.call.dy2, group);
+  const uint8_t* const mask = PartOf<uint8_t>(p.call.mask, place.group * p.mask_bytes);
+  T* const dx = PartOf<T>(p.call.dx, group);
+  T* const dresidual = PartOf<T>(p.call.dresidual, group);
 
   const bool add_dy2 = kDy2 && (kAligned || dy2 != nullptr);
   const bool write_dx = kDx && (kAligned || dx != nullptr);
@@ -75,12 +75,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
       [&](const Loaded&) {
         if (share.count == 0 && share.cut == 0) return;
         const UnitChannels channels(g, place, share, p.aligned_parameters);
-        channels.Load(static_cast<const A*>(p.arrays.mean), mean);
+        channels.Load(static_cast<const A*>(p.call.mean), mean);
         if (write_dx) {
-          const A eps = static_cast<A>(p.eps);
+          const A eps = static_cast<A>(p.call.eps);
           A scale[kUnit], var[kUnit];
-          channels.Load(static_cast<const A*>(p.arrays.var), var);
-          channels.LoadOr(static_cast<const A*>(p.arrays.scale), A(1), scale);
+          channels.Load(static_cast<const A*>(p.call.var), var);
+          channels.LoadOr(static_cast<const A*>(p.call.scale), A(1), scale);
 #pragma unroll
           for (int i = 0; i < kUnit; ++i)
             factor[kDx ? i : 0] = FastReciprocalRoot(var[i] + eps) * scale[i];
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     if (write_dx) StoreCutUnit(dx + element, gradient(selected), share.cut);
   }
   Fold(g, place, sums, buffer,
-       static_cast<A*>(p.arrays.workspace) + place.group * p.arrays.workspace_size);
+       static_cast<A*>(p.call.workspace) + place.group * p.call.workspace_size);
 }
 
 template <typename A>
@@ -124,15 +124,13 @@ struct GradientSums : ChannelSums<A, A> {
 
 }  // namespace
 
-cudaError_t BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
-                          const BatchNormArrays& arrays, cudaStream_t stream) {
-  if (IsEmpty(shape)) return cudaSuccess;
-  ElementParams params = {{}, arrays, eps, false, false, shape.mask_bytes()};
-  params.aligned_parameters = AreAligned(arrays.mean, arrays.var, arrays.scale);
-  const bool aligned = AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.dy, arrays.dy2,
-                                        arrays.dx, arrays.dresidual);
-  const bool dx = arrays.dx != nullptr, dy2 = arrays.dy2 != nullptr;
-  return ForDType(dtype, [&](auto tag) {
+cudaError_t BatchNormSums(const BatchNormCall& call, cudaStream_t stream) {
+  if (IsEmpty(call.shape)) return cudaSuccess;
+  ElementParams params = {
+      {}, call, AreAligned(call.mean, call.var, call.scale), call.shape.mask_bytes()};
+  const bool aligned = AreGroupsAligned(call, call.x, call.dy, call.dy2, call.dx, call.dresidual);
+  const bool dx = call.dx != nullptr, dy2 = call.dy2 != nullptr;
+  return ForDType(call.dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     using A = ComputeType<T>;
     // The kernel for any address and any of the arrays. No op calls for both dx and dy2.
@@ -146,11 +144,11 @@ cudaError_t BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
     }
     GradientSums<A> sums;
     sums.f.x = nullptr;
-    sums.f.out[0] = arrays.sums;
+    sums.f.out[0] = call.sums;
     sums.f.out[1] = nullptr;
-    sums.f.out_stride = 2 * shape.channels;
-    return LaunchSums(shape, sum, kBlocksPerProcessor<T>, arrays.workspace, arrays.workspace_size,
-                      arrays.workspace_size / 2, &params, sums, stream);
+    sums.f.out_stride = 2 * call.shape.channels;
+    return LaunchSums(call, sum, kBlocksPerProcessor<T>, call.workspace_size / 2, &params, sums,
+                      stream);
   });
 }
 

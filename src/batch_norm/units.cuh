@@ -243,9 +243,7 @@ __device__ __forceinline__ UnitVec<T> GradientUnit(const UnitVec<T>& x, const Un
 // Parameters of the kernels that are not cooperative.
 struct ElementParams {
   Geometry geometry;
-  BatchNormArrays arrays;
-  double eps;
-  bool relu;
+  BatchNormCall call;
   bool aligned_parameters;
   int64_t mask_bytes;  // of a group
 };
@@ -268,16 +266,16 @@ bool AreAligned(Pointers... pointers) {
 
 // Whether all groups of these arrays are aligned to 16 bytes.
 template <typename... Pointers>
-bool AreGroupsAligned(const BatchNormShape& shape, size_t element, Pointers... arrays) {
-  return AreAligned(arrays...) &&
-         (shape.groups == 1 || shape.group_size() % static_cast<int64_t>(16 / element) == 0);
+bool AreGroupsAligned(const BatchNormCall& call, Pointers... arrays) {
+  const int64_t bytes = call.shape.group_size() * static_cast<int64_t>(DTypeSize(call.dtype));
+  return AreAligned(arrays...) && (call.shape.groups == 1 || bytes % 16 == 0);
 }
 
 // Launches an elementwise kernel (one without sums) as a dependent. An SM runs `resident` of its
 // blocks at once. The caller sets everything in `params` except the geometry.
 template <typename Params>
-cudaError_t LaunchMap(const BatchNormShape& shape, void (*kernel)(Params), int resident,
-                      Params* params, cudaStream_t stream) {
+cudaError_t LaunchMap(void (*kernel)(Params), int resident, Params* params, cudaStream_t stream) {
+  const BatchNormShape& shape = params->call.shape;
   Device device;
   const cudaError_t error = CurrentDevice(&device);
   if (error != cudaSuccess) return error;
