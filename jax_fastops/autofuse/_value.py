@@ -168,7 +168,9 @@ class Value:
     @functools.cached_property
     def _around(self) -> tuple[dict[Value, int], list[Any]]:
         """What is before, as ``values_before`` gives it, and what the values compute."""
-        places, order, key = {self: 0}, [self], []
+        places: dict[Value, int] = {self: 0}
+        order: list[Value] = [self]
+        key: list[Any] = []
         for value in order:
             key.append(value.computation)
             node = value.node
