@@ -52,16 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         highlight=False,
     )
     state, losses = loop.train(job, console)
-    if options.out is not None:
-        bert_checkpoint.save(
-            options.out,
-            job.config,
-            state["params"],
-            label_names=options.classes,
-            like=options.folder,
-        )
-        console.print(f"The model is in {options.out}.", highlight=False, soft_wrap=True)
-    loop.plot(losses, "loss", options.plot)
+
+    def save(out: Path) -> None:
+        names, params = options.classes, state["params"]
+        bert_checkpoint.save(out, job.config, params, label_names=names, like=options.folder)
+
+    loop.finish(job, console, losses, save)
     return 0
 
 
@@ -83,6 +79,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     loop.check_options(options, parser)
     options.dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     try:
+        loop.check_folder(options.folder, "BERT")
         options.train = texts(options.train)
         if options.test is None:
             options.test = options.train[::10]
@@ -96,9 +93,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.classes = sorted({label for label, _ in options.train})
     if unknown := {label for label, _ in options.test} - set(options.classes):
         options.error(f"--test: {', '.join(sorted(unknown))}: no label of --train")
-    for name in ("config.json", "tokenizer.json"):
-        if not (options.folder / name).exists():
-            options.error(f"{options.folder} has no {name}; it must be a folder with a BERT")
     options.made_with = {name: getattr(options, name) for name in FIXED}
     digest = hashlib.sha256(repr(options.train).encode()).hexdigest()
     options.made_with |= {"train": digest, "folder": str(options.folder.resolve())}
