@@ -1,12 +1,12 @@
 """Trains a ResNet on a folder of images, and resumes after a kill.
 
     pip install '.[train]'
-    python examples/train_images.py --train photos/train --test photos/test --out trained
+    python examples/train_images.py --train photos/train --test photos/test --out OUT
 
 A folder of images has a folder for each class, with JPEG or PNG files. grain reads them in several
 threads, in an order that depends only on the seed, so a run that resumes sees the same images. The
-accuracy on the test images is printed at each checkpoint and at the end. OUT is a folder with a
-``model.safetensors`` that torchvision, timm and ``jax_fastops.models.resnet_checkpoint`` load.
+accuracy on the test images is printed at each checkpoint and at the end. OUT is a folder for
+``model.safetensors``, with the names of torchvision and timm; ``resnet_checkpoint`` loads it.
 ``loop.py`` describes progress, checkpoints and what Ctrl-C does.
 """
 
