@@ -162,8 +162,10 @@ class Checks(NamedTuple):
 
     def key(self, key, optional: bool = True) -> None:
         """``key`` is one random key, or ``None`` if it is optional."""
-        if key is None and optional:
-            return
+        if key is None:
+            if optional:
+                return
+            raise TypeError(f"{self.model}: key is None; it must be a random key")
         dtype = getattr(key, "dtype", None)
         typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
         if not typed and dtype != jnp.uint32:
