@@ -141,10 +141,15 @@ def test_fine_tuning(example, bert_folder, texts, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "line, message",
-    [("no tab", "texts.tsv:1 has no tab between"), ("", "texts.tsv has no lines")],
+    [
+        ("no tab", "texts.tsv:1 has no tab between"),
+        ("\n\n", "texts.tsv has no texts"),
+        ("\ud800", "texts.tsv is not in UTF-8"),
+        ("a text\tgood\nother\tbad", "the label 'a text' is in the test, and not in the training"),
+    ],
 )
 def test_texts_that_cannot_be_read(example, bert_folder, texts, capsys, line, message):
-    texts.write_text(line)
+    texts.write_text(line, errors="surrogatepass")
     with pytest.raises(SystemExit) as stopped:
         example("finetune_bert").main([str(bert_folder), f"--train={texts}"])
     error = capsys.readouterr().err
