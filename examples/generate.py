@@ -48,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
     except Exception as error:  # tokenizers has no class of errors
         loop.fail(parser, str(error).partition("\n")[0])
+    print(f"{config.layers} layers, {dtype}, {jax.devices()[0].device_kind}", file=sys.stderr)
 
     tokenizer.enable_padding(direction="left")
     encoded = tokenizer.encode_batch(options.prompts)
     if not all(any(e.attention_mask) for e in encoded):
         loop.fail(parser, "TEXT: a text is empty, and the tokenizer adds no token")
-    print(f"{config.layers} layers, {dtype}, {jax.devices()[0].device_kind}", file=sys.stderr)
     tokens = jnp.array([e.ids for e in encoded])
     mask = jnp.array([e.attention_mask for e in encoded], bool)
     sampling = {}
