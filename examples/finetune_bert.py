@@ -19,6 +19,7 @@ import argparse
 import functools
 import hashlib
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -52,16 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         highlight=False,
     )
     state, losses = loop.train(job, console)
-    if options.out is not None:
-        bert_checkpoint.save(
-            options.out,
-            job.config,
-            state["params"],
-            label_names=options.classes,
-            like=options.folder,
-        )
-        console.print(f"The model is in {options.out}.", highlight=False, soft_wrap=True)
-    loop.plot(losses, "loss", options.plot)
+
+    def save(out: Path) -> None:
+        names, params = options.classes, state["params"]
+        bert_checkpoint.save(out, job.config, params, label_names=names, like=options.folder)
+
+    loop.finish(job, console, losses, save)
     return 0
 
 
@@ -83,6 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     loop.check_options(options, parser)
     options.dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     try:
+        loop.check_folder(options.folder, "BERT")
         options.train = texts(options.train)
         if options.test is None:
             options.test = options.train[::10]
@@ -94,11 +92,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     except (OSError, ValueError) as error:
         options.error(str(error))
     options.classes = sorted({label for label, _ in options.train})
-    if unknown := {label for label, _ in options.test} - set(options.classes):
-        options.error(f"--test: {', '.join(sorted(unknown))}: no label of --train")
-    for name in ("config.json", "tokenizer.json"):
-        if not (options.folder / name).exists():
-            options.error(f"{options.folder} has no {name}; it must be a folder with a BERT")
+    for label, _ in options.test:
+        if label not in options.classes:
+            short = textwrap.shorten(label, 40)
+            options.error(
+                f"the label {short!r} is in the test, and not in the training; is it one?"
+            )
     options.made_with = {name: getattr(options, name) for name in FIXED}
     digest = hashlib.sha256(repr(options.train).encode()).hexdigest()
     options.made_with |= {"train": digest, "folder": str(options.folder.resolve())}
@@ -108,13 +107,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def texts(path: Path) -> list[tuple[str, str]]:
     """The labels and the texts of a file."""
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not in UTF-8: {error}") from None
+    for number, line in enumerate(lines, 1):
         label, tab, text = line.partition("\t")
+        if not line:
+            continue
         if not tab:
             raise ValueError(f"{path}:{number} has no tab between a label and a text")
         found.append((label, text))
     if not found:
-        raise ValueError(f"{path} has no lines")
+        raise ValueError(f"{path} has no texts")
     return found
 
 

@@ -43,13 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         loop.fail(parser, "--top-k needs --temperature")
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     try:
-        tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
+        loop.check_folder(options.folder, "decoder")
         config, params = decoder_checkpoint.load(options.folder, dtype=dtype, param_dtype=dtype)
+        tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
     except Exception as error:  # tokenizers has no class of errors
-        loop.fail(parser, f"{options.folder}: {str(error).partition(chr(10))[0]}")
+        loop.fail(parser, str(error).partition("\n")[0])
+    print(f"{config.layers} layers, {dtype}, {jax.devices()[0].device_kind}", file=sys.stderr)
 
     tokenizer.enable_padding(direction="left")
     encoded = tokenizer.encode_batch(options.prompts)
+    if not all(any(e.attention_mask) for e in encoded):
+        loop.fail(parser, "TEXT: a text is empty, and the tokenizer adds no token")
     tokens = jnp.array([e.ids for e in encoded])
     mask = jnp.array([e.attention_mask for e in encoded], bool)
     sampling = {}

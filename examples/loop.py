@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +42,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import SafetensorError
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -107,6 +109,16 @@ def check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) 
 def fail(parser: argparse.ArgumentParser, message: str) -> None:
     """Ends the program with one line."""
     parser.exit(2, f"{parser.prog}: error: {message}\n")
+
+
+def check_folder(folder: Path, kind: str) -> None:
+    """Raises an error if ``folder`` is not one with a model and its tokenizer."""
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).exists():
+            raise ValueError(
+                f"{folder} has no {name}; it must be a folder with a {kind}, for example one that "
+                "huggingface_hub.snapshot_download(NAME) returned"
+            )
 
 
 def positive(text: str) -> int:
@@ -365,6 +377,9 @@ def train(job: Job, console: Console) -> tuple[Any, list[float]]:
     Returns the last state and all losses. Ends the program if it is stopped.
     """
     folder = job.options.checkpoint
+    keeps = [name for name in ("out", "checkpoint") if hasattr(job.options, name)]
+    if not any(getattr(job.options, name) for name in keeps):
+        console.print(f"Nothing is kept: no --{', no --'.join(keeps)}.", highlight=False)
     again = shlex.join(["python", *sys.argv])
     try:
         with contextlib.ExitStack() as stack:
@@ -402,7 +417,9 @@ def run(job: Job, checkpoints: Checkpoints | None, console: Console, asked: list
         return state, losses
     state = job.init() if state is None else state
     unread: list[jax.Array] = []
-    with console.status("compiling"):
+    if not console.is_terminal:
+        console.print("Compiling.", highlight=False)
+    with console.status("compiling"):  # which is shown on a terminal only
         update = job.update
     with Shown(console, job, first, last) as shown:
         for step in range(first + 1, last + 1):
@@ -426,6 +443,19 @@ def run(job: Job, checkpoints: Checkpoints | None, console: Console, asked: list
             if ends:
                 break
     return state, losses
+
+
+def finish(job: Job, console: Console, losses: list[float], save: Callable[[Path], None]) -> None:
+    """Plots the losses, and saves the model to ``--out``. Each failure is one line."""
+    options = job.options
+    if options.out is not None:
+        try:
+            save(options.out)
+        except (OSError, SafetensorError) as error:
+            raise SystemExit(f"The model cannot be written to {options.out}: {error}") from None
+        console.print(f"The model is in {options.out}.", highlight=False, soft_wrap=True)
+    plot(losses, "loss", options.plot)
+    console.print(f"The losses are drawn in {options.plot}.", highlight=False, soft_wrap=True)
 
 
 def plot(losses: list[float], name: str, path: Path) -> None:

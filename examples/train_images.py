@@ -1,12 +1,13 @@
 """Trains a ResNet on a folder of images, and resumes after a kill.
 
     pip install '.[train]'
-    python examples/train_images.py --train photos/train --test photos/test --checkpoint /tmp/resnet
+    python examples/train_images.py --train photos/train --test photos/test --out OUT
 
 A folder of images has a folder for each class, with JPEG or PNG files. grain reads them in several
 threads, in an order that depends only on the seed, so a run that resumes sees the same images. The
-accuracy on the test images is printed at each checkpoint and at the end. ``loop.py`` describes
-progress, checkpoints and what Ctrl-C does.
+accuracy on the test images is printed at each checkpoint and at the end. OUT is a folder for
+``model.safetensors``, with the names of torchvision and timm; ``resnet_checkpoint`` loads it.
+``loop.py`` describes progress, checkpoints and what Ctrl-C does.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 import jax_fastops as fo
 import numpy as np
 import optax
-from jax_fastops.models import resnet
+from jax_fastops.models import resnet, resnet_checkpoint
 from PIL import Image
 from rich.console import Console
 
@@ -43,8 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"the test; ResNet {options.config}, {options.dtype}, {jax.devices()[0].device_kind}",
         highlight=False,
     )
-    _, losses = loop.train(job, console)
-    loop.plot(losses, "loss", options.plot)
+    try:
+        state, losses = loop.train(job, console)
+    except Unreadable as error:
+        options.error(str(error))
+
+    def save(out: Path) -> None:
+        resnet_checkpoint.save(out, job.config, state["params"], state["statistics"])
+
+    loop.finish(job, console, losses, save)
     return 0
 
 
@@ -55,6 +63,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--train", type=Path, required=True, metavar="DIR", help="a folder for each class")
     add("--test", type=Path, required=True, metavar="DIR", help="likewise")
+    add("--out", type=Path, metavar="OUT", help="the folder to save to (default: nothing is saved)")
     loop.add_options(add, steps=5000, every=500)
     add("--config", choices=CONFIGS, default="18", help="of ResNet (default: 18)")
     add("--batch", type=loop.positive, default=128, metavar="N", help="(default: 128)")
@@ -88,23 +97,34 @@ def files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
         if path.suffix.lower() in SUFFIXES
     ]
     if not found:
-        raise ValueError(f"{folder} has no folder with images ({', '.join(SUFFIXES)})")
+        names = ", ".join(classes) or "none"
+        raise ValueError(
+            f"{folder} has no images ({', '.join(SUFFIXES)}) in the folders of the classes, which "
+            f"are those in --train: {names}"
+        )
     return found
+
+
+class Unreadable(Exception):
+    """An image cannot be read."""
 
 
 def read(row: tuple[Path, int], size: int, rng: np.random.Generator | None = None) -> tuple:
     """An image [size, size, 3] from 0 to 1, and its class. With ``rng``, a random part of it."""
     path, label = row
-    with Image.open(path) as image:
-        image = image.convert("RGB")
-        width, height = image.size
-        edge = min(width, height)
-        if rng is not None:
-            edge = max(1, round(edge * rng.uniform(0.6, 1.0)))
-        free = np.array([width - edge, height - edge])
-        left, top = free // 2 if rng is None else rng.integers(free + 1)
-        part = image.resize((size, size), box=(left, top, left + edge, top + edge))
-        pixels = np.asarray(part, np.float32) / 255
+    try:
+        with Image.open(path) as file:
+            image = file.convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:  # SyntaxError: a broken PNG
+        raise Unreadable(f"{path} cannot be read: {error}") from None
+    width, height = image.size
+    edge = min(width, height)
+    if rng is not None:
+        edge = max(1, round(edge * rng.uniform(0.6, 1.0)))
+    free = np.array([width - edge, height - edge])
+    left, top = free // 2 if rng is None else rng.integers(free + 1)
+    part = image.resize((size, size), box=(left, top, left + edge, top + edge))
+    pixels = np.asarray(part, np.float32) / 255
     if rng is not None and rng.random() < 0.5:
         pixels = pixels[:, ::-1]
     return pixels, np.int32(label)
@@ -172,7 +192,8 @@ class Images:
         rows = grain.MapDataset.source(options.train).seed(options.seed).shuffle().repeat()
         rows = rows.random_map(lambda row, rng: read(row, options.size, rng))
         batches = rows.batch(options.batch, drop_remainder=True)
-        return batches[step : options.steps + 1].to_iter_dataset()
+        ahead = grain.ReadOptions(num_threads=8, prefetch_buffer_size=8)  # of whole batches
+        return batches[step : options.steps + 1].to_iter_dataset(ahead)
 
     @functools.cached_property
     def _logits(self):

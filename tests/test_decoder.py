@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
-from jax_fastops.models import _products, decoder
+from jax_fastops.models import _products, bert, decoder, resnet
 from jax_fastops.models._products import take_rows
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -858,6 +858,19 @@ def test_errors(function, changes, error, message):
     given = dict(params=start(CONFIG), tokens=TOKENS, config=CONFIG) | changes
     with pytest.raises(error, match=message):
         function(**given)
+
+
+def test_errors_of_a_first_try():
+    """A Config that ``jax.jit`` traces, that of another model, and a seed in place of a key."""
+    with pytest.raises(TypeError, match=r"config is traced; .* \(jax\.jit has static_argnames\)"):
+        jax.jit(decoder.apply)(start(CONFIG), TOKENS, 3)
+    with pytest.raises(TypeError, match=r"decoder: config is of type \w+\.Config; it must"):
+        decoder.apply(start(CONFIG), TOKENS, bert.SMALL)
+    for model in bert, decoder, resnet:
+        with pytest.raises(TypeError, match=r"key is int; it must be .*key\(0\)$"):
+            model.init(0, model.SMALL)
+        with pytest.raises(TypeError, match="config is of type PRNGKeyArray"):
+            model.shapes(jax.random.key(0))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import types
 from pathlib import Path
 
 import jax
@@ -19,7 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fastops.models import bert, bert_checkpoint, decoder, decoder_checkpoint
+from jax_fastops.models import (
+    bert,
+    bert_checkpoint,
+    decoder,
+    decoder_checkpoint,
+    resnet_checkpoint,
+)
 
 for needed in ("matplotlib", "optax", "orbax.checkpoint", "rich"):
     pytest.importorskip(needed)
@@ -133,10 +141,15 @@ def test_fine_tuning(example, bert_folder, texts, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "line, message",
-    [("no tab", "texts.tsv:1 has no tab between"), ("", "texts.tsv has no lines")],
+    [
+        ("no tab", "texts.tsv:1 has no tab between"),
+        ("\n\n", "texts.tsv has no texts"),
+        ("\ud800", "texts.tsv is not in UTF-8"),
+        ("a text\tgood\nother\tbad", "the label 'a text' is in the test, and not in the training"),
+    ],
 )
 def test_texts_that_cannot_be_read(example, bert_folder, texts, capsys, line, message):
-    texts.write_text(line)
+    texts.write_text(line, errors="surrogatepass")
     with pytest.raises(SystemExit) as stopped:
         example("finetune_bert").main([str(bert_folder), f"--train={texts}"])
     error = capsys.readouterr().err
@@ -162,7 +175,11 @@ def test_generation(example, tmp_path, capsys):
     assert main([str(folder), prompts[1], "--length=6", "--temperature=1", "--top-k=5"]) == 0
     with pytest.raises(SystemExit):
         main([str(tmp_path), "text"])
-    assert capsys.readouterr().err.count("\n") == 2  # the rate of the last run, and the error
+    error = capsys.readouterr().err  # also the two lines of the last run
+    assert error.count("\n") == 3 and "has no config.json; it must be a folder" in error
+    with pytest.raises(SystemExit):
+        main([str(folder), "one", ""])
+    assert capsys.readouterr().err.endswith("a text is empty, and the tokenizer adds no token\n")
     with pytest.raises(SystemExit):
         main([str(folder), "text", "--temperature=-1"])
     assert "--temperature is -1.0; it must be 0 or more" in capsys.readouterr().err
@@ -216,6 +233,7 @@ def test_images(example, images, tmp_path, capsys, monkeypatch):
     checkpoint = tmp_path / "run"
     given = [*images, "--config=small", "--batch=16", "--size=8", "--every=15", "--steps=30"]
     given += ["--dtype=float32", f"--checkpoint={checkpoint}", f"--plot={tmp_path / 'loss.png'}"]
+    given += [f"--out={tmp_path / 'out'}"]
     assert module.main(given) == 0
     output = capsys.readouterr().out
     assert "step 30: accuracy 1.0000" in output and "images/s" in output
@@ -225,6 +243,29 @@ def test_images(example, images, tmp_path, capsys, monkeypatch):
     assert "Going on from step 15." in capsys.readouterr().out
     assert (checkpoint / "losses.csv").read_text() == losses
     assert (tmp_path / "loss.png").stat().st_size > 0
+    config, _, _ = resnet_checkpoint.load(tmp_path / "out", dtype="float32")
+    assert config.classes == 2 and config.stages == (1,)
+
+
+def test_an_image_that_cannot_be_read_is_one_line(example, images, tmp_path, capsys):
+    (tmp_path / "train" / "dark" / "3.png").write_text("no image")
+    with pytest.raises(SystemExit) as stopped:
+        example("train_images").main([*images, "--config=small", "--batch=80", "--size=8"])
+    output = capsys.readouterr()
+    assert stopped.value.code == 2 and output.err.count("\n") == 1
+    assert f"{tmp_path / 'train' / 'dark' / '3.png'} cannot be read: " in output.err
+    assert "Nothing is kept: no --out, no --checkpoint." in output.out
+
+
+def test_few_batches_are_read_ahead(example, images, monkeypatch):
+    """A batch may have 80 MB."""
+    module, read = example("train_images"), []
+    row = np.zeros((8, 8, 3), np.float32), np.int32(0)
+    monkeypatch.setattr(module, "read", lambda *args: read.append(1) or row)
+    job = module.Images(module.parse([*images, "--batch=2", "--steps=1000"]))
+    job.batch(0)
+    time.sleep(1.0)
+    assert 2 <= len(read) <= 2 * 20
 
 
 @pytest.mark.parametrize("free, wrong", [(10, None), (10**12, OSError(errno.ENOSPC, "No space"))])
@@ -288,6 +329,14 @@ def test_a_log_that_fills_the_disk_is_one_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "cannot be written" in error and "No space" in error
     assert closed
+
+    # The model at the end.
+    def save(out):
+        raise OSError(errno.ENOSPC, "No space")
+
+    job = types.SimpleNamespace(options=types.SimpleNamespace(out=tmp_path))
+    with pytest.raises(SystemExit, match=f"The model cannot be written to {tmp_path}: .*No space"):
+        loop.finish(job, None, [], save)
 
     # A folder that cannot be made.
     with pytest.raises(Ended):

@@ -21,8 +21,15 @@ class Checks(NamedTuple):
 
     def type(self, name: str, value, types, accepted: str) -> None:
         """``value`` is of one of the types, which ``accepted`` describes."""
+        if isinstance(value, Tracer):
+            raise TypeError(
+                f"{self.model}: {name} is traced; it must be {accepted} "
+                "(jax.jit has static_argnames)"
+            )
         if not isinstance(value, types):
-            kind = type(value).__name__
+            module, kind = type(value).__module__, type(value).__name__
+            if module.startswith("jax_fastops."):  # the Config of another model
+                kind = f"{module.rpartition('.')[2]}.{kind}"
             raise TypeError(f"{self.model}: {name} is of type {kind}; it must be {accepted}")
 
     def choice(self, name: str, value, choices: tuple[str, ...], advice: str = "") -> None:
@@ -155,16 +162,18 @@ class Checks(NamedTuple):
             kind = type(value).__name__ if dtype is None else dtype
             raise TypeError(f"{self.model}: {name} is of {kind}; it must be an array of {accepted}")
 
-    def key(self, key) -> None:
-        """``key`` is one random key, or ``None``."""
+    def key(self, key, optional: bool = True) -> None:
+        """``key`` is one random key, or ``None`` if it is optional."""
         if key is None:
-            return
+            if optional:
+                return
+            raise TypeError(f"{self.model}: key is None; it must be a random key")
         dtype = getattr(key, "dtype", None)
         typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
         if not typed and dtype != jnp.uint32:
             raise TypeError(
                 f"{self.model}: key is {type(key).__name__ if dtype is None else dtype}; it must "
-                "be a random key, such as jax.random.key(0), or None"
+                "be a random key, such as jax.random.key(0)" + ", or None" * optional
             )
         if key.ndim != (0 if typed else 1):
             raise ValueError(f"{self.model}: key has shape {key.shape}; it must be one random key")

@@ -125,6 +125,7 @@ def shapes(
       >>> bert.shapes(bert.SMALL)["embeddings"]["word"].shape
       (128, 128)
     """
+    _CHECK.type("config", config, Config, "a Config")
     e = config.hidden_size
     inner = config.embedding_size or e
     params: dict[str, Any] = {
@@ -235,6 +236,7 @@ def init(
       >>> params["layers"][0]["up"]["kernel"].shape
       (128, 512)
     """
+    _CHECK.key(key, optional=False)
     expected = shapes(config, mlm=mlm, nsp=nsp, labels=labels, qa=qa)
     return _parameters.normal(key, expected, config.init_range)
 

@@ -117,6 +117,7 @@ def shapes(config: Config) -> dict[str, Any]:
       >>> decoder.shapes(decoder.SMALL)["layers"][0]["k"]["kernel"].shape
       (64, 32)
     """
+    _CHECK.type("config", config, Config, "a Config")
     e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.heads * d, config.kv_heads * d
     gpt2 = config.positions is not None
@@ -192,6 +193,7 @@ def init(key: ArrayLike, config: Config) -> dict[str, Any]:
       >>> decoder.init(jax.random.key(0), decoder.SMALL)["norm"]["scale"].shape
       (64,)
     """
+    _CHECK.key(key, optional=False)
     return _parameters.normal(key, shapes(config), config.init_range)
 
 

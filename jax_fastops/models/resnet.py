@@ -290,6 +290,7 @@ def init(key: ArrayLike, config: Config) -> tuple[dict[str, Any], dict[str, Any]
       >>> params["fc"]["kernel"].shape
       (64, 10)
     """
+    _CHECK.key(key, optional=False)
     params, statistics = shapes(config)
     last = f"bn{len(_SIZES[config.block])}"
 
