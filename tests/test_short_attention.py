@@ -13,6 +13,8 @@ import jax_fastops as fo
 from jax_fastops import _dispatch, _native, _projection
 from jax_fastops.models import _bert_layers, bert
 
+pytestmark = pytest.mark.usefixtures("native")
+
 KERNEL = "jax_fastops.short_attention"
 HERE = jax.default_backend() == "gpu" and KERNEL in _native.kernels("cuda")
 
