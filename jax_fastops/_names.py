@@ -6,10 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from jax_fastops._activations import ACTIVATIONS
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _FUNCTIONS = {
-    "gelu, silu, swish, mish, quick_gelu, fused_bias_gelu": "bias_act(x, activation=...)",
+    ", ".join((*ACTIVATIONS, "swish, fused_bias_gelu")): "bias_act(x, activation=...)",
     "glu, geglu, reglu, swiglu": "gated_act(gate, up, activation=...)",
     "layernorm, fused_layer_norm": "layer_norm",
     "rmsnorm, fused_rms_norm": "rms_norm",
