@@ -75,8 +75,13 @@ class Call:
     request: _dispatch.Request
 
     def __repr__(self) -> str:
-        sides = (", ".join(map(str, side)) for side in (self.args, self.outs, self.saved))
-        return "'{} -> {} | {}' {}".format(*sides, self.request.implementation)
+        """All that decides what the call computes: ``autofuse`` compares calls by this text."""
+        args = [
+            str(x) if given else "None" for x, given in zip(self.args, self.present, strict=True)
+        ]
+        sides = (", ".join(map(str, side)) for side in (args, self.outs, self.saved))
+        options = "".join(f" {name}={value}" for name, value in self.options)
+        return "'{} -> {} | {}' {}{}".format(*sides, self.request.implementation, options)
 
     def without_record(self) -> Call:
         return dataclasses.replace(self, request=dataclasses.replace(self.request, record=None))

@@ -138,6 +138,10 @@ def test_nothing_is_replaced_without_a_kernel():
     assert not report.replaced and report.missed[0].reason == "the implementation is 'xla'"
 
 
+def rms_of_product(x, y):
+    return x * jax.lax.rsqrt(jnp.mean(x * y, -1, keepdims=True) + 1e-6)
+
+
 @pytest.mark.parametrize(
     "f",
     [
@@ -148,6 +152,10 @@ def test_nothing_is_replaced_without_a_kernel():
         lambda x: x * jax.nn.sigmoid(1.702 * x),
         lambda x: jax.nn.log_softmax(x)[..., 0],
         lambda x: x[:, 0] - x[:, 0].mean(0),
+        # Calls of one op with other options
+        lambda x: rms_of_product(fo.softmax(x), fo.softmax(x, scale=0.1)),
+        lambda x: rms_of_product(fo.layer_norm(x, eps=1.0), fo.layer_norm(x)),
+        lambda x: rms_of_product(fo.layer_norm(x, x[0, 0]), fo.layer_norm(x, None, x[0, 0])),
     ],
 )
 def test_near_misses(f):
