@@ -71,12 +71,6 @@ __device__ __forceinline__ void AwaitAllCopies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// Waits until all copies of all threads of the block have arrived.
-__device__ __forceinline__ void AwaitCopiesOfBlock() {
-  AwaitAllCopies();
-  __syncthreads();
-}
-
 // An mbarrier in shared memory, on which bulk copies and stores from other blocks complete.
 struct Barrier {
   uint64_t bits;
