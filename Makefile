@@ -223,6 +223,7 @@ $(VENV)/.requirements: pyproject.toml $(VENV)/.config
 # RECORD is newer if anything else has installed the package.
 $(VENV)/.package: $(or $(WHEEL),$(BUILD)/.built) $(VENV)/.requirements \
     $(wildcard $(VENV)/lib/python*/site-packages/jax_fastops-*.dist-info/RECORD)
+	@$(PIP) uninstall --quiet --yes jax_fastops-cuda12-plugin jax_fastops-cuda13-plugin 2>/dev/null
 	$(PIP) install --quiet --no-deps --force-reinstall $(or $(WHEEL),$(BUILD)/*.whl)
 	@touch $@
 

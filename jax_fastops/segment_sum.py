@@ -178,8 +178,10 @@ def _gathered(table, ids, **options):
     if spec is None and spec_of(table) is not None:
         spec = (None,) * ids.ndim
     if spec is not None:
-        columns = spec_of(table) or (None, None)
-        options["out_sharding"] = PartitionSpec(*spec, columns[-1])
+        columns = (spec_of(table) or (None,))[-1]
+        if not {*jax.tree.leaves(columns)}.isdisjoint(jax.tree.leaves(spec)):
+            columns = None  # an axis shards one dimension
+        options["out_sharding"] = PartitionSpec(*spec, columns)
     return table.at[ids].get(wrap_negative_indices=False, **options)
 
 
@@ -303,6 +305,8 @@ def _table_gradient(residuals, cts, needs_grad, *, fill: bool, rows: int):
     del needs_grad, fill
     (ids,), (ct,) = residuals, cts
     options: dict[str, Any] = dict(segments=rows, ordered=False, wide=False)
+    if ids.size > _MAX_SEGMENTS:
+        raise Refused("there are 2**31 rows")
     # Devices send the rows if these are smaller than the sums in float32, which they would add up.
     if partitions() > 1 and ids.size * ct.dtype.itemsize <= rows * 4:
         ct, ids = _on_every_device(ct, 1), _on_every_device(ids, 0)

@@ -208,8 +208,8 @@ class GroupNormRule(Rule):
         if len(value.long) > MAX_RANK or value.view(False) is not None:
             return None
         source = value.source(narrowing=True).value
-        key = value.shape, value.dtype, _compat.x64_is_on(), source.structure
-        if key in self.without and not self.search.thorough:
+        key = visible(value.aval), value.dtype, _compat.x64_is_on(), source.structure
+        if source.is_closed and key in self.without and not self.search.thorough:
             return None
         before, rank = source.before, len(value.long)
         sums = (v.node for v in before if v.node.name == "reduce_sum")
@@ -228,9 +228,10 @@ class GroupNormRule(Rule):
         norm = self._norm(value, {value, *before}, sums)
         if norm is not None:
             return self._rewrite(value, norm)
-        if len(self.without) > 10_000:
-            self.without.clear()
-        self.without.add(key)
+        if source.is_closed:
+            if len(self.without) > 10_000:
+                self.without.clear()
+            self.without.add(key)
         return None
 
     def _norm(self, value: Value, before: Container[Value], sums: Sequence[Node]) -> _Norm | None:

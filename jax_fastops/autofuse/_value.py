@@ -163,7 +163,7 @@ class Value:
     @functools.cached_property
     def structure(self) -> int:
         """A number for what the values of ``before`` compute from each other."""
-        return _number_of(tuple(self._around[1]))
+        return _structure_of(tuple(self._around[1]))
 
     @functools.cached_property
     def _around(self) -> tuple[dict[Value, int], list[Any]]:
@@ -565,10 +565,12 @@ _known_text = functools.lru_cache(4096)(_text_of)
 _numbers = itertools.count()
 
 
-@functools.lru_cache(1 << 16)
-def _number_of(key: tuple) -> int:
+def _number(key: tuple) -> int:
     """A number for each key, always the same while it is in use."""
     return next(_numbers)
+
+
+_number_of, _structure_of = (functools.lru_cache(1 << 16)(_number) for _ in range(2))
 
 
 NO_EQUATION = Node(None, (), ())  # of an operand of the program, or a constant
