@@ -200,6 +200,7 @@ def test_the_cuda_module_is_that_of_a_plugin_of_the_same_version(copy_of_package
         file.unlink()
     plugin = copy_of_package.parent / "jax_fastops_cuda13_plugin"
     plugin.mkdir()
+    (plugin / "__init__.py").touch()
     (plugin / "_cuda.py").write_text("raise ImportError('it is a plugin')")
     write_metadata(plugin.parent, version, plugin.name)
     done = run("import jax_fastops", PYTHONPATH=str(plugin.parent))
