@@ -297,7 +297,7 @@ def test_processes_with_different_options(start, tmp_path):
     ],
 )
 def test_collectives(shared, model, attention):
-    """The only communication is the sum of gradients and of the loss."""
+    """The only communication is the sum of gradients and of the loss, and that of embedded rows."""
     count = device_count()
     if count < 2 or count != jax.device_count():
         pytest.skip("needs two devices or more, a power of two")
@@ -306,6 +306,7 @@ def test_collectives(shared, model, attention):
     leaves = len(jax.tree.leaves(made.abstract["params"]))
     # The gradient of each parameter, the loss, and the number of its tokens.
     assert 0 < counts.pop("all-reduce") <= leaves + 2
+    assert counts.pop("all-gather") == 2  # the cotangents of the rows, and their words
     assert not counts
     batch = made.batch(0)
     shards = [a.sharding.shard_shape(a.shape) for a in jax.tree.leaves(batch)]

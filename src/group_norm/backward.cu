@@ -4,6 +4,8 @@
 // dbias = s1, dscale = s2, and with the averages c1, c2 of scale * s1, scale * s2 over the elements
 // of the group, dx = rstd * (g * scale - c1 - xhat * c2). What is kept is g rounded to the type of
 // x, because computing it again would take longer than memory does.
+//
+// Long because its halves share the registers and the shared memory of a tile.
 
 #include <cstdint>
 
@@ -231,8 +233,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       shared.base[i] =
           static_cast<const A*>(call.rstd)[tile.sample * plan.groups + tile.first_group + i];
     }
-    if constexpr (kKeeps) AwaitAllCopies();
-    __syncthreads();
+    AwaitBlock<kKeeps>();
     c.Read(tile, prepared, tile.slot);
 
     struct Loaded {

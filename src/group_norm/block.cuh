@@ -77,7 +77,7 @@ using Scratch = V[2][kThreads / kWarpSize];
 template <typename A>
 __device__ __forceinline__ void SetEntry(A* entry, A first, A second) {
   if constexpr (sizeof(A) == 4) {
-    *reinterpret_cast<float2*>(entry) = make_float2(first, second);
+    Unit<A, 2 * sizeof(A)>{{first, second}}.Store(entry);
   } else {
     entry[0] = first, entry[1] = second;
   }
@@ -85,8 +85,8 @@ __device__ __forceinline__ void SetEntry(A* entry, A first, A second) {
 template <typename A>
 __device__ __forceinline__ void GetEntry(const A* entry, A (&values)[2]) {
   if constexpr (sizeof(A) == 4) {
-    const float2 both = *reinterpret_cast<const float2*>(entry);
-    values[0] = both.x, values[1] = both.y;
+    const auto both = Unit<A, 2 * sizeof(A)>::Load(entry);
+    values[0] = both[0], values[1] = both[1];
   } else {
     values[0] = entry[0], values[1] = entry[1];
   }

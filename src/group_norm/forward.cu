@@ -10,6 +10,8 @@
 // those that are summed, the squares of n deviations are at most n + 1 times those from the mean:
 // no outlier makes them cancel more than that. The threads' means and squares are then added up in
 // double, relative to an element of the group.
+//
+// Long because its halves share the registers and the shared memory of a tile.
 
 #include <cstdint>
 

@@ -71,6 +71,13 @@ __device__ __forceinline__ void AwaitAllCopies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// Waits for all threads of the block and, with kCopies, for all of their copies.
+template <bool kCopies>
+__device__ __forceinline__ void AwaitBlock() {
+  if constexpr (kCopies) AwaitAllCopies();
+  __syncthreads();
+}
+
 // An mbarrier in shared memory, on which bulk copies and stores from other blocks complete.
 struct Barrier {
   uint64_t bits;
