@@ -757,7 +757,9 @@ def test_config_errors(changes, error, message):
         dataclasses.replace(resnet.SMALL, **changes)
 
 
-@pytest.mark.parametrize("function", [resnet.shapes, lambda config: resnet.init(jax.random.key(0), config)])
+@pytest.mark.parametrize(
+    "function", [resnet.shapes, lambda config: resnet.init(jax.random.key(0), config)]
+)
 def test_config_of_another_type(function):
     with pytest.raises(TypeError, match="resnet: config is of type str; it must be a Config"):
         function("resnet50")
