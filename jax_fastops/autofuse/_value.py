@@ -158,32 +158,17 @@ class Value:
     @functools.cached_property
     def before(self) -> dict[Value, int]:
         """The value and those before it that may be in one pattern with it, with their places."""
-        return self._around[0]
+        return values_before(self, IN_NO_PATTERN)
 
     @functools.cached_property
     def structure(self) -> int:
         """A number for what the values of ``before`` compute from each other."""
-        return _structure_of(tuple(self._around[1]))
-
-    @functools.cached_property
-    def _around(self) -> tuple[dict[Value, int], list[Any]]:
-        """What is before, as ``values_before`` gives it, and what the values compute."""
-        places: dict[Value, int] = {self: 0}
-        order: list[Value] = [self]
-        key: list[Any] = []
-        for value in order:
+        key: list[int | None] = []
+        for value in self.before:
             key.append(value.computation)
-            node = value.node
-            if node.name in IN_NO_PATTERN:
-                continue
-            is_open = len(order) < _MOST_BEFORE
-            for v in node.inputs:
-                place = places.get(v)
-                if place is None and is_open:
-                    place = places[v] = len(order)
-                    order.append(v)
-                key.append(place)
-        return places, key
+            if value.node.name not in IN_NO_PATTERN:
+                key.extend(map(self.before.get, value.node.inputs))
+        return _structure_of(tuple(key))
 
     @functools.cached_property
     def is_closed(self) -> bool:
