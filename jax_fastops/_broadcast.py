@@ -74,7 +74,7 @@ class _Dimension:
     """The kernel's view of a dimension of the cotangent."""
 
     index: int
-    size: object
+    size: Any
     whole: bool  # not sharded, or at most into ``shards``
     shards: int = 1
 
@@ -84,8 +84,8 @@ class _Dimension:
         return f"*s{self.index} {own}" if self.shards > 1 else own
 
     @property
-    def rank(self) -> int:
-        return 2 if self.shards > 1 else 1
+    def sizes(self) -> tuple:
+        return (self.shards, self.size // self.shards) if self.shards > 1 else (self.size,)
 
 
 def pull_back(kernel: Kernel, dy, operands: dict, targets: dict, **attributes) -> tuple:
@@ -112,7 +112,7 @@ def pull_back(kernel: Kernel, dy, operands: dict, targets: dict, **attributes) -
         if summed and not row and (cut or spec is not None):
             shards = shards_of(size, spec and spec[d], kind, 1)
         dims.append(_Dimension(d, size, summed or row, shards))
-    _refuse_beyond_limits([size for dim in dims for size in (dim.size,) * dim.rank])
+    _refuse_beyond_limits([size for dim in dims for size in dim.sizes])
 
     def slot(own: Sequence[str]) -> str:
         return " ".join(["...", *(dim.words(word) for dim, word in zip(dims, own, strict=True))])
@@ -183,7 +183,7 @@ def _back(g, target, dims: Sequence[_Dimension]):
         partial = d.shards > 1 and target.shape[d.index] != d.size
         summed += [at] * partial
         spec.append(own[at + partial] if own else None)
-        at += d.rank
+        at += len(d.sizes)
     g = g.sum(tuple(summed)) if summed else g
     if g.shape != target.shape:
         g = reshape(g, target.shape, own and tuple(spec))

@@ -415,3 +415,13 @@ def test_without_a_bias(activation, shape, dtype):
     np.testing.assert_array_equal(run(x, None), run(x, zeros))
     grad = jax.grad(lambda x, *bias: jnp.sum(run(x, *bias)))
     np.testing.assert_array_equal(grad(x, None), grad(x, zeros))
+
+
+@pytest.mark.transform
+def test_the_limit_of_elements_over_devices():
+    """The gradient takes dimensions apart that devices may shard. They count once."""
+    mesh = make_mesh({"a": device_count()}, AxisType.Auto)
+    x = jax.ShapeDtypeStruct((64, 512, 3072), "bfloat16", sharding=NamedSharding(mesh, P("a")))
+    bias = jax.ShapeDtypeStruct((3072,), "float32", sharding=NamedSharding(mesh, P()))
+    step = jax.jit(jax.grad(lambda *args: fo.bias_act(*args).astype("float32").sum(), argnums=1))
+    assert "jax_fastops.bias_act_bwd" in step.lower(x, bias).as_text()
