@@ -245,6 +245,8 @@ TYPES: dict[str, ModelType] = {
         | {
             "vocab_size": 262208,
             "max_position_embeddings": 131072,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
             "sliding_window_pattern": 6,
             "rope_theta": 1000000.0,
             "rope_local_base_freq": 10000.0,
