@@ -119,20 +119,20 @@ def _by_table(request: Request, platform: str) -> Decision:
 
 
 def _measured(tree: _auto.Tree, features: dict[str, int]) -> Choice:
-    """Follows a tree. The reason names the conditions on the way."""
+    """Follows a tree. The reason says the conditions on the way."""
     way = []
     while not isinstance(tree, bool):
         name, bound, below, rest = tree
-        value = features[name]
-        small = value < bound
-        if bound == 1 and value <= 1:
-            way.append(f"not {name}" if small else name)
+        small = features[name] < bound
+        if bound == 1 and name in _auto.FLAGS:
+            way.append(_auto.FLAGS[name][small])
         else:
-            shown = "symbolic" if value >= SYMBOLIC else f"{value:,}"
-            way.append(f"{name} {shown} {'<' if small else '>='} {bound:,}")
+            shown = "symbolic" if features[name] >= SYMBOLIC else f"{features[name]:,}"
+            limit = f"below {bound:,}" if small else f"{bound:,} or more"
+            way.append(f"{_auto.WORDS[name].format(shown)} ({limit})")
         tree = below if small else rest
     speed = "faster" if tree else "no faster"
-    return Choice(tree, ", ".join([f"the kernel was measured as {speed}", *way]))
+    return Choice(tree, f"the kernel was measured as {speed}" + ": " * bool(way) + ", ".join(way))
 
 
 class Refused(Exception):
