@@ -18,7 +18,7 @@ _FUNCTIONS = {
     "batchnorm": "batch_norm",
     "groupnorm, instance_norm": "group_norm",
     "dot_product_attention, scaled_dot_product_attention, flash_attention, mha": "attention",
-    "softmax_cross_entropy, softmax_cross_entropy_with_integer_labels": "cross_entropy",
+    "crossentropy, softmax_cross_entropy, softmax_cross_entropy_with_integer_labels": "cross_entropy",
     "fused_linear_cross_entropy": "linear_cross_entropy",
     "embed, embedding, gather": "take",
     "scatter_add": "segment_sum",
@@ -28,6 +28,8 @@ _ADVICE = {name: advice for names, advice in _FUNCTIONS.items() for name in name
 
 def advice(name: str) -> str:
     """What to call in place of a function that has this name elsewhere: empty, or in brackets."""
+    if name in ("models", "nnx"):
+        return f" (it is a module: import jax_fastops.{name})"
     return f" (use {_ADVICE[name]})" if name in _ADVICE else ""
 
 
