@@ -18,7 +18,7 @@ _FUNCTIONS = {
     "batchnorm": "batch_norm",
     "groupnorm, instance_norm": "group_norm",
     "dot_product_attention, scaled_dot_product_attention, flash_attention, mha": "attention",
-    "crossentropy, softmax_cross_entropy, softmax_cross_entropy_with_integer_labels": "cross_entropy",
+    "softmax_cross_entropy, softmax_cross_entropy_with_integer_labels": "cross_entropy",
     "fused_linear_cross_entropy": "linear_cross_entropy",
     "embed, embedding, gather": "take",
     "scatter_add": "segment_sum",

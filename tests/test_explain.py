@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jax_fastops as fo
-from jax_fastops import _auto, _dispatch, _explain, _native, _op
+from jax_fastops import _auto, _dispatch, _explain, _native, _op, _tables
 
 X = jax.ShapeDtypeStruct((1024, 64), np.dtype("float32"))
 
@@ -552,6 +552,12 @@ def test_the_text_without_a_call():
     text = "is a function: call it with the arguments of relu"
     assert str(fo.explain(fo.relu)) == f"explain(relu) {text}"
     assert str(fo.autofuse.report(fo.relu)) == f"autofuse.report(relu) {text}"
+
+
+def test_a_cell_of_a_notebook_has_no_path():
+    rows = [("op", "where"), ("relu", "/tmp/ipykernel_5/12.py:3")]
+    assert _tables.text(rows).split() == ["op", "where", "relu", "cell:3"]
+    assert '<td style="text-align:left">cell:3</td>' in _tables.as_html(rows)
 
 
 def test_the_text_is_a_table(native):
