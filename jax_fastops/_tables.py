@@ -58,7 +58,8 @@ def as_html(rows: Sequence[tuple[str, ...]]) -> str:
         kind = "td" if lines else "th"
         cells = (f'<{kind} style="text-align:left">{html.escape(c)}</{kind}>' for c in row)
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table>{''.join(lines)}</table>" if rows else ""
+    # The class is that of pandas' tables, for which notebooks and pages have a style.
+    return f'<table class="dataframe">{"".join(lines)}</table>' if rows else ""
 
 
 def size(n: int) -> str:
