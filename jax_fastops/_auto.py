@@ -76,15 +76,15 @@ aligned, mixed, masked, broadcast, whole_bias, norm, rows, across, undivided = (
 
 # What reasons call a feature: of a number, and of a bound of 1 (whether it is, or is not).
 WORDS: dict[str, str] = {
-    "bytes": "arrays of {} bytes",
-    "row_bytes": "rows of {} bytes",
+    "bytes": "arrays of {}",
+    "row_bytes": "rows of {}",
     "row_count": "{} rows",
-    "inner_bytes": "{} bytes after the axis",
-    "head_bytes": "heads of {} bytes",
+    "inner_bytes": "{} after the axis",
+    "head_bytes": "heads of {}",
     "groups": "{} groups of dimensions",
     "radius": "the radius {}",
     "keys": "{} keys",
-    "work": "{} bytes times the radius less 1",
+    "work": "{} times the radius less 1",
 }
 FLAGS: dict[str, tuple[str, str]] = {
     "aligned": ("rows of a multiple of 16 bytes", "rows of no multiple of 16 bytes"),

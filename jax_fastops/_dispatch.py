@@ -127,12 +127,20 @@ def _measured(tree: _auto.Tree, features: dict[str, int]) -> Choice:
         if bound == 1 and name in _auto.FLAGS:
             way.append(_auto.FLAGS[name][small])
         else:
-            shown = "symbolic" if features[name] >= SYMBOLIC else f"{features[name]:,}"
-            limit = f"below {bound:,}" if small else f"{bound:,} or more"
-            way.append(f"{_auto.WORDS[name].format(shown)} ({limit})")
+            limit = _shown(name, bound)
+            limit = f"below {limit}" if small else f"{limit} or more"
+            way.append(f"{_auto.WORDS[name].format(_shown(name, features[name]))} ({limit})")
         tree = below if small else rest
     speed = "faster" if tree else "no faster"
     return Choice(tree, f"the kernel was measured as {speed}" + ": " * bool(way) + ", ".join(way))
+
+
+def _shown(feature: str, value: int) -> str:
+    if value >= SYMBOLIC:
+        return "symbolic"
+    if not feature.endswith("bytes") and feature != "work":
+        return f"{value:,}"
+    return f"{value:,} bytes" if value < 10**6 else f"{value / 1e6:.3g} MB"
 
 
 class Refused(Exception):

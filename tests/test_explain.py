@@ -50,7 +50,7 @@ def test_the_size_decides(size, forward, grad, measured):
     x = jax.ShapeDtypeStruct((size,), X.dtype)
     call = only(fo.relu, x)
     assert call.kernel is forward
-    words = ("faster", "4,096 or more") if forward else ("no faster", "below 4,096")
+    words = ("faster", "4,096 bytes or more") if forward else ("no faster", "below 4,096 bytes")
     assert call.reason == (
         f"the kernel was measured as {words[0]}: arrays of {4 * size:,} bytes ({words[1]})"
     )
@@ -63,7 +63,7 @@ def test_a_flag_decides(measured):
     call = only(lambda x, where: fo.softmax(x, where=where), X, mask)
     assert call.kernel
     assert call.reason == (
-        "the kernel was measured as faster: a mask, rows of 256 bytes (below 512)"
+        "the kernel was measured as faster: a mask, rows of 256 bytes (below 512 bytes)"
     )
     call = only(fo.softmax, X)
     assert not call.kernel
