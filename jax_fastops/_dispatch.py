@@ -136,9 +136,10 @@ def _measured(tree: _auto.Tree, features: dict[str, int]) -> Choice:
 
 
 def _shown(feature: str, value: int) -> str:
+    is_count = not feature.endswith("bytes") and feature != "work"
     if value >= SYMBOLIC:
-        return "symbolic"
-    if not feature.endswith("bytes") and feature != "work":
+        return "a symbolic number of" if is_count else "symbolic size"
+    if is_count:
         return f"{value:,}"
     return f"{value:,} bytes" if value < 10**6 else f"{value / 1e6:.3g} MB"
 
