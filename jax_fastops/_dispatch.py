@@ -67,7 +67,8 @@ class Request:
         windows, which is 0 for the radius 1."""
         found = dict(self.features)
         if row := found.get("row_bytes"):
-            found["row_count"] = found["bytes"] // row if row < SYMBOLIC else SYMBOLIC
+            known = max(row, found["bytes"]) < SYMBOLIC
+            found["row_count"] = found["bytes"] // row if known else SYMBOLIC
         if radius := found.get("radius"):
             found["work"] = min(found["bytes"] * (radius - 1), SYMBOLIC)
         return found
