@@ -131,7 +131,7 @@ clean:
 #
 # They are compiled in a folder that stays, one for each interpreter and each set of the variables that
 # choose what is built. The wheel that comes of it has the native modules, and a path to the Python files in
-# this folder. The compilers run in an environment of their own, for its jaxlib with the oldest FFI headers.
+# this folder. The build requirements are in an environment of their own.
 
 TAG := $(shell p=$(BIN)/python; [ -x $$p ] || p=$(PYTHON); $$p -c 'import sys; print(sys.implementation.cache_tag)')
 BUILDER := build/builder-$(TAG)

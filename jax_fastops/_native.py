@@ -76,8 +76,7 @@ def choose_handlers(name: str, module) -> tuple[tuple[int, int], dict]:
     raise ImportError(
         f"jax_fastops.{name} was built for XLA FFI {have}, and the installed jaxlib "
         f"{jaxlib.__version__} with XLA FFI {_version_text(running)} refuses it. Install jaxlib >= "
-        f"{module.build_info()['jaxlib_version']} or a newer jax_fastops, or rebuild against this "
-        f"jaxlib. {_REBUILD}"
+        f"{module.build_info()['jaxlib_version']} or a newer jax_fastops."
     )
 
 
