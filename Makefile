@@ -138,7 +138,7 @@ BUILDER := build/builder-$(TAG)
 VARIANT := $(shell echo '$(foreach v,JAX_FASTOPS_CUDA CUDAARCHS JAX_FASTOPS_CPU_ISAS JAX_FASTOPS_WERROR \
   JAX_FASTOPS_SANITIZE CC CXX CUDACXX CUDAHOSTCXX CXXFLAGS CUDAFLAGS LDFLAGS,$($(v));)' | cksum | cut -d' ' -f1)
 BUILD := build/$(TAG)-$(VARIANT)
-SOURCES := CMakeLists.txt pyproject.toml jax_fastops/_version.py $(shell find src third_party cmake -type f)
+SOURCES := CMakeLists.txt pyproject.toml $(shell find src third_party cmake -type f)
 PYTHON_FILES := $(shell find jax_fastops -name '*.py' -o -name '*.json')
 # Builds a wheel into a folder, in which the objects stay. Further arguments are settings of scikit-build-core.
 build_wheel = JAX_FASTOPS_CUDNN_INCLUDE="$${JAX_FASTOPS_CUDNN_INCLUDE-$(wildcard \

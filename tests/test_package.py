@@ -133,15 +133,6 @@ def test_a_checkout_without_an_installed_package_says_what_to_do(checkout, tmp_p
     assert "xla\nNone" in done.stdout
 
 
-def test_a_checkout_refuses_the_kernels_of_another_version(checkout, copy_of_package):
-    shutil.rmtree(next(copy_of_package.parent.glob("*.dist-info")))
-    write_metadata(copy_of_package.parent, "0.0.1")
-    done = run_in_checkout(checkout, copy_of_package.parent)
-    assert f"{checkout}, of version {fo.__version__}, has no native modules" in done.stdout
-    assert f"those in {copy_of_package} are of version 0.0.1" in done.stdout, done.stderr
-    assert "Reinstall" in done.stdout and "xla\nNone" in done.stdout
-
-
 def test_kernels_of_another_abi_are_refused(checkout, copy_of_package):
     file, abi = checkout / "_native.py", _native._ABI
     file.write_text(file.read_text().replace(f"_ABI = {abi}", f"_ABI = {abi + 1}"))
