@@ -325,6 +325,22 @@ def test_info():
     json.dumps(info)  # plain values
 
 
+def test_the_wheel_lists_what_is_compiled_in():
+    files = importlib.metadata.files("jax_fastops") if fo.__version__ != "0+unknown" else []
+    if not files:
+        pytest.skip("no wheel is installed")
+    (sbom,) = (json.loads(file.read_text()) for file in files if file.parent.name == "sboms")
+    assert sbom["metadata"]["component"] == {
+        "type": "library",
+        "name": "jax_fastops",
+        "version": fo.__version__,
+    }
+    versions = {part["name"]: part["version"] for part in sbom["components"]}
+    assert {"nanobind", "robin_map", "XLA FFI headers"} <= set(versions) and all(versions.values())
+    licenses = [file for file in files if "licenses/third_party" in str(file)]
+    assert {file.parent.name for file in licenses} >= {"nanobind", "robin_map", "xla"}
+
+
 def test_python_m_prints_info():
     done = subprocess.run(
         [sys.executable, "-m", "jax_fastops"],
