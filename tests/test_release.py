@@ -24,6 +24,7 @@ def folder(tmp_path):
         shutil.copy(CHECKOUT / name, tmp_path)
         text = (tmp_path / name).read_text()
         text = re.sub(r"\.example\b", ".org", text)
+        text = re.sub(r'(fallback_version = )".*"', r'\1"7.0.1.dev0"', text)
         text = re.sub(r'"jax\[(cuda1[23])\]', r'"jax_fastops-\1-plugin", \g<0>', text)
         (tmp_path / name).write_text(text.replace("## Unreleased", "## 7.0.0 - 2030-01-01"))
     return tmp_path
@@ -45,6 +46,7 @@ def test_a_finished_release_is_publishable(folder):
         ("pyproject.toml", '"jax_fastops-cuda13-plugin", "', '"', "the extra cuda13 does not"),
         ("CHANGELOG.md", "## 7.0.0", "## Unreleased", "there are entries under 'Unreleased'"),
         ("CHANGELOG.md", "## 7.0.0", "## 6.9.0", "no section for v7.0.0"),
+        ("pyproject.toml", "7.0.1.dev0", "7.0.0.dev0", "fallback_version 7.0.0.dev0 is not above"),
     ],
 )
 def test_what_is_missing_is_named(folder, file, old, new, says):
@@ -86,6 +88,13 @@ def test_plugins_differ_in_the_version_of_cuda_only():
     assert plugin["build-system"]["requires"][1:] == package["build-system"]["requires"][1:]
     version = {"root": "../..", **package["tool"]["setuptools_scm"]}
     assert plugin["tool"]["setuptools_scm"] == version
+
+
+def test_the_headers_are_those_of_the_oldest_jaxlib():
+    built = (CHECKOUT / "CMakeLists.txt").read_text()
+    oldest = re.search(r"FASTOPS_JAXLIB_VERSION (\d+\.\d+)\.", built)[1]
+    needed = re.findall(r'"jax(?:\[\w+\])?>=(.*)"', (CHECKOUT / "pyproject.toml").read_text())
+    assert needed == [oldest] * 3  # the package, cuda12, cuda13
 
 
 def test_actions_are_pinned():
