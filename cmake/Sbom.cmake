@@ -1,6 +1,6 @@
 # Adds an SBOM (CycloneDX) to the wheel, where PEP 770 has it: what is compiled into the native modules.
-#   in:   fastops_header_version, FASTOPS_BUILD_CUDA, FASTOPS_CUDNN_FRONTEND_VERSION, FASTOPS_JAXLIB_VERSION,
-#         FASTOPS_NEWER_JAXLIB_VERSION
+#   in:   fastops_header_version, FASTOPS_BUILD_CUDA, FASTOPS_CUDNN_VERSION, FASTOPS_CUDNN_FRONTEND_VERSION,
+#         FASTOPS_JAXLIB_VERSION, FASTOPS_NEWER_JAXLIB_VERSION
 
 set(components "")
 macro(fastops_component name version license purl)
@@ -17,8 +17,8 @@ fastops_component(robin_map "${version}" MIT github/Tessil/robin-map)
 fastops_component("XLA FFI headers" ${FASTOPS_JAXLIB_VERSION} Apache-2.0 pypi/jaxlib)
 fastops_component("XLA FFI headers" ${FASTOPS_NEWER_JAXLIB_VERSION} Apache-2.0 pypi/jaxlib)
 if(FASTOPS_BUILD_CUDA)
-  fastops_component("CUDA runtime" "${CMAKE_CUDA_COMPILER_VERSION}" LicenseRef-NVIDIA-CUDA-EULA generic/cudart)
-  if(FASTOPS_CUDNN_FRONTEND_VERSION)
+  fastops_component("CUDA toolkit" "${CMAKE_CUDA_COMPILER_VERSION}" LicenseRef-NVIDIA-CUDA-EULA generic/cuda-toolkit)
+  if(FASTOPS_CUDNN_VERSION)
     fastops_component(cudnn-frontend ${FASTOPS_CUDNN_FRONTEND_VERSION} MIT pypi/nvidia-cudnn-frontend)
   endif()
 endif()
