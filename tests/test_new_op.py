@@ -52,7 +52,7 @@ def test_a_new_family(tmp_path):
 
     if (compiler := shutil.which("c++")) is None:
         pytest.skip("needs a C++ compiler")
-    headers = next((CHECKOUT / "third_party" / "xla").glob("jaxlib-*"))
+    headers = min((CHECKOUT / "third_party" / "xla").glob("jaxlib-*"))
     paths = f"-I{tmp_path}/src", f"-I{CHECKOUT}/src", "-isystem", headers
     isa = "-DFASTOPS_ISA=baseline", "-DFASTOPS_ISA_LEVEL=0"
     for file in ("toy_op_cpu.cc", "toy_op_simd.cc", "ffi.cc"):
