@@ -314,7 +314,8 @@ def several_table(results: dict) -> str:
     one = {who(row): row["ms"] for row in measured if row["layout"] == "one"}
     for row in measured:
         batches = count if row["layout"] in ("data", "zero") else 1
-        base, moved = one.get(who(row)), row.get("collectives", {})
+        # A row of another run has its own time of one device.
+        base, moved = row.get("one_ms", one.get(who(row))), row.get("collectives", {})
         rows.append(
             [
                 who(row),
