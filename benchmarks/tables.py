@@ -306,14 +306,19 @@ def several_table(results: dict) -> str:
         "zero": f"{count} GPUs, data parallel, ZeRO-1",
         "stage": f"{count} stages, {results['micro_batches']} micro-batches",
     }
+
+    def who(row):
+        return names[row["model"]] + (", plain JAX" if "contender" in row else "")
+
     measured = [row for row in results["rows"] if "ms" in row]
-    one = {row["model"]: row["ms"] for row in measured if row["layout"] == "one"}
+    one = {who(row): row["ms"] for row in measured if row["layout"] == "one"}
     for row in measured:
         batches = count if row["layout"] in ("data", "zero") else 1
-        base, moved = one.get(row["model"]), row.get("collectives", {})
+        # A row of another run has its own time of one device.
+        base, moved = row.get("one_ms", one.get(who(row))), row.get("collectives", {})
         rows.append(
             [
-                names[row["model"]],
+                who(row),
                 titles[row["layout"]],
                 f"{row['ms']:.2f} ms",
                 f"{batches * base / row['ms']:.2f}x" if base else "-",

@@ -301,9 +301,10 @@ def test_decoder_over_devices(tmp_path, axis):
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_several(tmp_path):
-    options = "--shape 2x16 --layouts zero stage --micro-batches 2"
-    sharded, stages = rows_of("several", options, tmp_path)
+    options = "--shape 2x16 --layouts zero stage --micro-batches 2 --plain"
+    sharded, stages, plain = rows_of("several", options, tmp_path)
     assert sharded["first_loss"] == pytest.approx(stages["first_loss"], abs=1e-3)
+    assert sharded["first_loss"] == pytest.approx(plain["first_loss"], abs=1e-3)
     assert sharded["loss"] == pytest.approx(stages["loss"], abs=1e-3)
     assert "all-gather" in sharded["collectives"] and "collective-permute" in stages["collectives"]
     assert "| decoder | 2 stages, 2 micro-batches |" in tables.several_table(

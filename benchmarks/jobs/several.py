@@ -9,6 +9,9 @@ without dropout of attention weights), on the ops of this package, in these layo
 ``stage``  the layers in stages, one on each GPU, and ``--micro-batches`` of the batch of one
            (``models.pipeline``)
 
+With ``--plain``, each but the stages also on `jax.nn` and `jax.random`, as plain models are
+written. The programs of a model share a process, and are compiled at the same time.
+
 The throughput in multiples of one GPU's is ``one / stage``, and N times ``one / data`` of N GPUs.
 ``state_bytes`` are those of parameters and optimizer on one GPU. ``collectives`` are counted in the
 program, where a loop counts once.
@@ -29,7 +32,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from benchmarks import installed
 from benchmarks.jobs import decoder as of_decoder
 from benchmarks.jobs import pretraining as of_bert
-from benchmarks.processes import adamw, jax_training
+from benchmarks.plain import PLAIN
+from benchmarks.processes import adamw, jax_training, together
 
 bert, decoder, pipeline, zero = (
     installed(f"jax_fastops.models.{name}") for name in ("bert", "decoder", "pipeline", "zero")
@@ -49,12 +53,26 @@ def options(add) -> None:
     add("--shape", help="batch x length, instead of the one of the model")
     add("--layers", type=int, default=8, help="of the decoder")
     add("--scan", action="store_true", help="layers and ticks are loops: compiles faster")
+    add("--plain", action="store_true", help="also plain JAX")
 
 
 def rows(options):
     return [
-        {"model": model, "layout": layout} for model in options.models for layout in options.layouts
+        {"model": model, "layout": layout} | ({"contender": "plain"} if plain else {})
+        for model in options.models
+        for plain in (False, True)[: 1 + options.plain]
+        for layout in options.layouts
+        if not plain or layout != "stage"
     ]
+
+
+def shared(row: dict):
+    return row["model"]
+
+
+def measure_all(options, rows: list[dict]) -> list[dict]:
+    compilations = [functools.partial(compiled, options, **row) for row in rows]
+    return [measure() for measure in together(compilations)]
 
 
 def facts(options) -> dict:
@@ -64,14 +82,16 @@ def facts(options) -> dict:
     return found | {"settings": settings, "what": f"-{options.devices}"}
 
 
-def measure(options, model: str, layout: str) -> dict:
+def compiled(options, model: str, layout: str, contender: str = "ours"):
+    """Compiles, and returns a function that measures."""
     count = 1 if layout == "one" else options.devices
     axis = "stage" if layout == "stage" else "data"
     mesh = jax.make_mesh(
         (count,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:count]
     )
     shape = options.shape or SHAPES[model]
-    task = (decoder_task if model == "decoder" else bert_task)(options, layout, shape)
+    of_model = decoder_task if model == "decoder" else bert_task
+    task = of_model(options, layout, shape, contender == "plain")
     begin, update = adamw(RATE, DECAY, functools.partial(loss_of, task, layout, mesh))
 
     def start():
@@ -102,8 +122,8 @@ def measure(options, model: str, layout: str) -> dict:
     )
     # With a mesh, the loss would take its tokens in parts also on one GPU.
     with jax.set_mesh(mesh) if count > 1 else contextlib.nullcontext():
-        found = jax_training(options, jax.jit(start, out_shardings=places), step, [batch])()
-    return found | {"state_bytes": int(own)}
+        measure = jax_training(options, jax.jit(start, out_shardings=places), step, [batch])
+    return lambda: measure() | {"state_bytes": int(own)}
 
 
 def loss_of(task, layout: str, mesh, params, count, *batch):
@@ -125,9 +145,13 @@ def staged(state, specs):
     return specs, moments, PartitionSpec()
 
 
-def decoder_task(options, layout: str, shape: str) -> Any:
+def decoder_task(options, layout: str, shape: str, plain: bool) -> Any:
     config = decoder.SMALL if options.small else decoder.Config(layers=options.layers)
     config = dataclasses.replace(config, scan=options.scan)
+    if plain:  # no joined kernels: the gradient of a split would be a concatenation
+        attention = "xla" if options.small else "cudnn"
+        config = dataclasses.replace(config, attention=attention, tensor_parallel=True)
+    ops = decoder.PLAIN if plain else decoder.FASTOPS
 
     def loss(params, count, tokens, labels):
         del count
@@ -135,18 +159,21 @@ def decoder_task(options, layout: str, shape: str) -> Any:
             return pipeline.decoder_loss(
                 params, tokens, config, labels=labels, micro_batches=options.micro_batches
             )
-        return decoder.loss(params, tokens, config, labels=labels)
+        return decoder.loss(params, tokens, config, labels=labels, ops=ops)
 
     batch = of_decoder.data(shape, config.vocab_size)
     init = functools.partial(decoder.init, config=config)
     return SimpleNamespace(config=config, loss=loss, batch=batch, init=init, heads={})
 
 
-def bert_task(options, layout: str, shape: str) -> Any:
+def bert_task(options, layout: str, shape: str, plain: bool) -> Any:
     config = bert.SMALL
     if not options.small:
         config = dataclasses.replace(bert.BASE, vocab_size=of_bert.VOCABULARY)
     config = dataclasses.replace(config, dropout=0.1, attention_dropout=0.0, scan=options.scan)
+    if plain:
+        config = dataclasses.replace(config, attention="xla" if options.small else "cudnn")
+    ops, kind = (PLAIN, "rbg") if plain else (bert.FASTOPS, None)
 
     def init(key):
         params = bert.init(key, config, mlm=True)
@@ -154,14 +181,14 @@ def bert_task(options, layout: str, shape: str) -> Any:
         return bert.stack_layers(params) if config.scan else params
 
     def loss(params, count, tokens, labels, inside):
-        key = jax.random.fold_in(jax.random.key(1), count)
+        key = jax.random.fold_in(jax.random.key(1, impl=kind), count)
         given = dict(mask=inside, key=key)
         if layout == "stage":
             given |= dict(micro_batches=options.micro_batches)
             hidden, _ = pipeline.bert_apply(params, tokens, config, **given)
             return pipeline.bert_masked_lm_loss(params, hidden, labels, config)
-        hidden, _ = bert.apply(params, tokens, config, **given)
-        return bert.masked_lm_loss(params, hidden, labels, config)
+        hidden, _ = bert.apply(params, tokens, config, ops=ops, **given)
+        return bert.masked_lm_loss(params, hidden, labels, config, ops=ops)
 
     batch = of_bert.data(shape, config.vocab_size, "all")
     return SimpleNamespace(config=config, loss=loss, batch=batch, init=init, heads=dict(mlm=True))
