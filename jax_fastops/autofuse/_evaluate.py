@@ -99,14 +99,26 @@ class Plan:
         others = [v for v in others if v.node is not NO_EQUATION]  # that the program needs
         if not others:
             return False
-        depends, effects = set(others), False
-        # What depends on the others comes after them, and operands come before the root.
-        first = min(self._positions[v.node] for v in others)
-        for node in self._nodes[first : self._positions[root.node]]:
-            affected = effects and node.equation.effects
-            if affected or not depends.isdisjoint(node.inputs):
-                depends.update(node.outputs)
-                effects = effects or bool(node.equation.effects)
+        # What depends on the others comes after them, and operands come before the root. But a
+        # later call may have results before it, which then depend on all that it reads.
+        depends, end = set(others), self._positions[root.node]
+        nodes = self._nodes[min(self._positions[v.node] for v in others) : end]
+        calls = [
+            call
+            for call in self.rewrites
+            if any(self._positions.get(v.node, end) < end for v in call.results)
+        ]
+        if calls:
+            depends, nodes = set(rewrite.results), self._nodes
+        size = 0
+        while size < len(depends):
+            size = len(depends)
+            for node in nodes:  # effects keep their place among the others
+                if node.equation.effects or not depends.isdisjoint(node.inputs):
+                    depends.update(node.outputs)
+            for call in calls:
+                if not depends.isdisjoint(call.reads):
+                    depends.update(call.results)
         if depends.isdisjoint(rewrite.reads):
             return False
         self.search.misses.append(Miss(rewrite.name, root, "an operand depends on another result"))
@@ -203,6 +215,7 @@ class _Run:
         self._arrays = graph.constants | dict(zip(graph.operands, args, strict=True))
         self._steps: dict[Value, Node] = {}  # that makes a value
         self._copies: dict[Value, Any] = {}  # of results that the op gives twice
+        self._evaluated: set[Node] = set()
 
     def results(self) -> list:
         replaced = self._plan.replaced
@@ -211,7 +224,8 @@ class _Run:
             for value in needed:
                 if value in replaced:
                     self._compute(value)
-            if step.equation.effects or any(v not in replaced for v in needed):
+            stays = step.equation.effects or any(v not in replaced for v in needed)
+            if stays and step not in self._evaluated:
                 self._evaluate(step)
         return [self._read(v) for v in self._graph.results]
 
@@ -281,6 +295,7 @@ class _Run:
         return _inlined(program)(*given)
 
     def _evaluate(self, step: Node) -> None:
+        self._evaluated.add(step)
         args = [self._read(v) for v in step.operands]
         equation = step.equation
         with _scope(step, own=False):

@@ -267,7 +267,7 @@ class GroupNormRule(Rule):
         misses = self.search.misses  # without what is nearly this norm
         misses[:] = [m for m in misses if m.name != "group_norm" or m.seen.isdisjoint(norm.inner)]
         for v in inner:
-            if v.is_floating and v.dtype.itemsize < value.dtype.itemsize:
+            if v.is_narrower_than(value.dtype):
                 reason = f"{v.dtype} is narrower than the result's {value.dtype}"
                 return self.miss(name, v, reason, is_part=True)
             if v is not value and v.size >= value.size and v.is_used_outside(nodes):

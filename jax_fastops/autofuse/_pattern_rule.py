@@ -235,7 +235,7 @@ class PatternRule(Rule):
         """The rewrite, if nothing else needs what it replaces and the kernel takes the call."""
         inner = frozenset(state.inner)
         for v in inner:
-            if v.is_floating and v.dtype.itemsize < root.dtype.itemsize:
+            if v.is_narrower_than(root.dtype):
                 reason = f"{v.dtype} is narrower than the result's {root.dtype}"
                 return self._note(pattern.name, v, reason)
         nodes = {v.node for v in inner} | {root.node}

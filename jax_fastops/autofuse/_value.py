@@ -116,6 +116,10 @@ class Value:
         """Whether its shape is static, and its dtype is not that of a Python number."""
         return self.is_static and not self.aval.weak_type
 
+    def is_narrower_than(self, dtype: Any) -> bool:
+        """Whether it is floating, with fewer digits or a smaller range than another dtype."""
+        return self.is_floating and self.dtype != dtype and self.dtype.itemsize <= dtype.itemsize
+
     @property
     def line(self) -> str:
         """The user's file and line of its equation, or of the call of the function that has it."""
@@ -232,7 +236,8 @@ class Value:
                 return operand if np.can_cast(operand.dtype, self.dtype) else None
             same = self.is_floating and operand.is_floating
             narrower = self.dtype.itemsize < operand.dtype.itemsize
-            wider = self.dtype.itemsize > operand.dtype.itemsize or self.dtype == operand.dtype
+            # The gradients of two uses are not to be added in 8 bits.
+            wider = self.dtype.itemsize > operand.dtype.itemsize > 1 or self.dtype == operand.dtype
             return operand if same and (wider or (narrowing and narrower)) else None
         unit = {"sub": 0, "div": 1}.get(name)
         if unit is not None and node.inputs[1].number == unit:
@@ -344,8 +349,10 @@ class Value:
         """Whether other nodes use the value, or a view of it."""
 
         def is_inside(user: Node) -> bool:
+            if len(user.outputs) != 1:
+                return False
             shown = user.outputs[0]
-            view = len(user.outputs) == 1 and self in shown.source().passed
+            view = self in shown.source().passed
             return view and shown is not self and not shown.is_used_outside(nodes)
 
         return self.is_result or any(u not in nodes and not is_inside(u) for u in self.users)
@@ -354,7 +361,7 @@ class Value:
         """Whether the value has no use but another one, through operations of one user each."""
         value = self
         while value is not end:
-            if value.is_result or len(value.users) != 1:
+            if value.is_result or len(value.users) != 1 or not value.users[0].outputs:
                 return False
             value = value.users[0].outputs[0]
         return True
@@ -521,7 +528,7 @@ class Node:
             if iota_wraps(self.outputs[0]):
                 params["wraps"] = True
         if self.name == "custom_jvp_call":
-            params = {"rule": _derivative_rule(self)}
+            params = {"rule": _derivative_rule(self).text}
         if self.name == "gather" and (along := _picks(self)) is not None:
             params = self.params
             params = {"along": along, "fill": params["fill_value"], "mode": params["mode"]}
@@ -532,12 +539,16 @@ class Node:
 
     @functools.cached_property
     def plain_meaning(self) -> tuple[Any, ...] | None:
-        """The meaning, if the parameters are numbers, and no functions or programs."""
-        if self.name != "custom_jvp_call":
-            for x in self.params.values():
-                for part in x if isinstance(x, tuple) else (x,):
-                    if callable(part) or hasattr(part, "jaxpr") or hasattr(part, "eqns"):
-                        return None
+        """The meaning, if the parameters are numbers, and no functions or programs.
+
+        That of a function with its own rule has all that this computes, with shapes and axes.
+        """
+        if self.name == "custom_jvp_call":
+            return *self.meaning, _derivative_rule(self).whole
+        for x in self.params.values():
+            for part in x if isinstance(x, tuple) else (x,):
+                if callable(part) or hasattr(part, "jaxpr") or hasattr(part, "eqns"):
+                    return None
         return self.meaning
 
 
@@ -637,37 +648,53 @@ def _picks(node: Node) -> int | None:
 
 # ---- derivative rules ----------------------------------------------------------------------------
 
+
+class _DerivativeRule(NamedTuple):
+    """The value and derivative of a function with its own rule.
+
+    Attributes:
+      text: what they compute, without shapes.
+      whole: their whole program.
+    """
+
+    text: str
+    whole: str
+
+
 # By the function, weakly: the cache keeps no function of the user alive.
-_rules: weakref.WeakKeyDictionary[Callable, dict[tuple, str]] = weakref.WeakKeyDictionary()
+_Rules = dict[tuple, _DerivativeRule]
+_rules: weakref.WeakKeyDictionary[Callable, _Rules] = weakref.WeakKeyDictionary()
 
 
-def _derivative_rule(node: Node) -> str:
-    """The value and derivative of a function with its own rule, as text without shapes."""
+def _derivative_rule(node: Node) -> _DerivativeRule:
     given = _compat.derivative_rule(node.equation)
     if given is None:
         return _traced_rule(node)
     known = _rules.setdefault(given[0], {})
     key = *given[1:], *((v.shape, v.dtype) for v in node.inputs), _compat.x64_is_on()
-    if (text := known.get(key)) is None:
-        text = _traced_rule(node)
-        if not text.startswith("unknown"):  # under other settings it may be one of ours
-            known[key] = text
-    return text
+    if (rule := known.get(key)) is None:
+        rule = _traced_rule(node)
+        if not rule.text.startswith("unknown"):  # under other settings it may be one of ours
+            known[key] = rule
+    return rule
 
 
-def _traced_rule(node: Node) -> str:
+def _traced_rule(node: Node) -> _DerivativeRule:
     def call(*args):
         primitive = node.equation.primitive
         subfunctions, params = _compat.bind_params(primitive, node.params)
         return primitive.bind(*subfunctions, *args, **params)
 
     x = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in node.inputs]
+    unknown = f"unknown {id(node)}"
     try:
         # JAX keeps this trace for the user's gradient: it is under the user's checks of promotion.
         with _patched.off(), jax.disable_jit(False):
-            return _text(jax.make_jaxpr(lambda x, t: jax.jvp(call, x, t))(x, x).jaxpr)
+            traced = jax.make_jaxpr(lambda x, t: jax.jvp(call, x, t))(x, x)
     except Exception:  # whatever the rule raises, it is not one of ours
-        return f"unknown {id(node)}"
+        return _DerivativeRule(unknown, unknown)
+    whole = unknown if traced.consts else str(traced.jaxpr)  # it does not show constants
+    return _DerivativeRule(_text(traced.jaxpr), whole)
 
 
 def _text(jaxpr) -> str:
