@@ -90,9 +90,10 @@ def _examined(value: Value, shared: bool = False) -> tuple[Value | None, Drop | 
                 return mask.value, drawn
             if mask.value.shape != value.shape and not shared:
                 return mask.value, "one number of its mask is for several elements; XLA fuses it"
-            if not mask.value.leads_only_to(masked):
+            bits, probability = drawn
+            if not bits.leads_only_to(masked):
                 return mask.value, "the mask is used elsewhere"  # which would have another mask
-            key, probability = drawn
+            key = bits.node.inputs[0]
             probability = probability if keep else 1 - probability
             reason = f"its factor is not 1 / {probability:.6g}, the inverse of what it keeps"
             for own, inner in _scaled(x):
@@ -158,7 +159,7 @@ def _two(view: View, depth: int = 8) -> tuple[View, Any, Any] | None:
 
 
 def _probability(mask: Value) -> tuple[Value, float] | str | None:
-    """The key of a random mask, and the probability that an element is True or 1."""
+    """The bits that a random mask is made of, and the probability that an element is True or 1."""
     node = mask.node
     if node.name == "floor":  # of the sum of a random number and the probability
         node = node.inputs[0].source().value.node
@@ -166,18 +167,18 @@ def _probability(mask: Value) -> tuple[Value, float] | str | None:
             return None
     first, second = node.inputs
     for drawn, limit in ((first, second), (second, first)):
-        if drawn.shape != mask.shape or (key := _uniform(drawn)) is None:
+        if drawn.shape != mask.shape or (bits := _uniform(drawn)) is None:
             continue
         if limit.number is None:
             return "its rate is not known when the function is traced"
         is_below = (node.name in ("lt", "le")) is (drawn is first)
         number = float(limit.number)
-        return key, number if is_below or node.name == "add" else 1 - number
+        return bits, number if is_below or node.name == "add" else 1 - number
     return None
 
 
 def _uniform(value: Value) -> Value | None:
-    """The key of numbers that are uniform in [0, 1)."""
+    """The random bits that numbers are made of, if these are uniform in [0, 1)."""
     source, chain = value.source().value, []
     while source.node.name != "random_bits":
         chain.append(source.node)
@@ -194,4 +195,4 @@ def _uniform(value: Value) -> Value | None:
     for step in reversed(chain):
         operands = (bits if v.number is None else v.number for v in step.inputs)
         bits = _STEPS[step.name](step.params, *operands)
-    return node.inputs[0] if np.allclose(bits, [0, 0.5, 1], atol=1e-6) else None
+    return source if np.allclose(bits, [0, 0.5, 1], atol=1e-6) else None
