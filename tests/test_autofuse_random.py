@@ -111,7 +111,8 @@ def random_program(rng):
         kind = rng.choice(["small", "pair", "pattern", "both"], p=[0.4, 0.2, 0.25, 0.15])
         which = dict(small=_SMALL, pair=_PAIRS, pattern=_PATTERNS, both=_PATTERNS_OF_PAIRS)[kind]
         f = which[rng.integers(len(which))]
-        given = [int(max(rng.integers(i), rng.integers(i))) for _ in range(1 + (kind in ("pair", "both")))]
+        count = 1 + (kind in ("pair", "both"))
+        given = [int(rng.integers(i, size=2).max()) for _ in range(count)]
         if len(given) == 1 and rng.random() < 0.15:
             f = _WRAPS[rng.integers(len(_WRAPS))](f)
         steps.append((f, given))
@@ -139,17 +140,17 @@ def _values(f, args, gradients):
     return [*f(*args), *(jax.grad(total, (0, 1))(*args) if gradients else ())]
 
 
-def _close(got, want, moved):
+def _close(got, want, moved, rounding):
     """Whether values differ by no more than rounding, of which ``moved`` shows the effect."""
     for a, b, c in zip(got, want, moved, strict=True):
         a, b, c = (np.asarray(x, np.float64) for x in (a, b, c))
-        scale = np.max(np.abs(b), initial=1e-3)
-        limit = 2e-4 * scale + 100 * np.max(np.abs(b - c), initial=0)
+        scale = np.max(np.abs(b), initial=0.1)  # of what cancels
+        limit = rounding * scale + 100 * np.max(np.abs(b - c), initial=0)
         if limit < 0.05 * scale:  # else rounding decides
             np.testing.assert_allclose(a, b, rtol=0, atol=limit)
 
 
-def _check_regions(traced, args):
+def _check_regions(traced, args, rounding):
     """Both forms of each region give what the program computes. Returns how many there are."""
     graph = Graph(traced.jaxpr, traced.consts)
     plan = Plan(graph, Settings())
@@ -166,7 +167,8 @@ def _check_regions(traced, args):
         for program in (None, lambda r: plan.search.program(r.call, r.reads)):
             for a, b in zip(region.function(program)(*given), want, strict=True):
                 a, b = (np.asarray(x, np.float64) for x in (a, b))
-                np.testing.assert_allclose(a, b, atol=1e-3 * np.max(np.abs(b), initial=1e-3), rtol=1e-3)
+                limit = 5 * rounding * np.max(np.abs(b), initial=0.1)
+                np.testing.assert_allclose(a, b, rtol=0, atol=limit)
     return len(found)
 
 
@@ -179,8 +181,10 @@ def _check_many(seed, count):
         gradients = rng.random() < 0.3
         want = _values(program, (x, y), gradients)
         moved = _values(program, (x * (1 + 1e-6), y * (1 - 1e-6)), gradients)
-        _close(_values(fo.autofuse(program), (x, y), gradients), want, moved)
-        count -= _check_regions(jax.make_jaxpr(program)(x, y), (x, y))
+        traced = jax.make_jaxpr(program)(x, y)
+        rounding = 0.02 if "bf16" in str(traced) else 2e-4
+        _close(_values(fo.autofuse(program), (x, y), gradients), want, moved, rounding)
+        count -= _check_regions(traced, (x, y), rounding)
 
 
 def test_some_random_programs():
