@@ -198,8 +198,6 @@ def _cache(folder: str) -> Iterator[None]:
 class Prepared:
     """The compiled forwards and steps of a program, and its row."""
 
-    program: Program | None = None
-
     def __init__(self, name: str, options: Any, pool: ThreadPoolExecutor):
         self.row: dict[str, Any] = {"program": name, "commit": environment.commit()}
         self.options, self.pool = options, pool
@@ -208,7 +206,7 @@ class Prepared:
 
     def build(self) -> None:
         """In this thread: packages that import their parts late cannot do so in several."""
-        if self.program is not None:
+        if hasattr(self, "program"):
             return
         dtype = jnp.float32 if self.options.tiny else jnp.dtype(self.options.dtype).type
         begin = time.perf_counter()
