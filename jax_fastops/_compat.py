@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 
 import jax
@@ -15,6 +16,13 @@ try:
     from jax.experimental import jet
 except ImportError:  # experimental
     jet = None
+
+try:
+    from jax.extend.core import take_current_trace as _take_current_trace
+except ImportError:  # jax < 0.10
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        _take_current_trace = jax.core.take_current_trace
 
 # Raised if a symbolic size cannot be compared.
 InconclusiveDimensionOperation = (
@@ -102,6 +110,32 @@ def bind_params(primitive, params: dict) -> tuple:
     """The functions and the parameters with which ``bind`` is called for an equation."""
     bound = primitive.get_bind_params(params)
     return bound if isinstance(bound, tuple) else ((), bound)  # jax < 0.10 gives both
+
+
+def recorder():
+    """The current trace, if it records equations as they are, or ``None``."""
+    with _take_current_trace() as trace:
+        pass
+    records = all(hasattr(trace, name) for name in ("emit_eqn", "new_const", "frame"))
+    return trace if records and not getattr(trace, "requires_low", False) else None
+
+
+def record(trace, equation, args, source) -> list | None:
+    """The results of an equation that a trace records, without evaluating its types again.
+
+    ``None`` if an operand has another type than in the equation, or is of another trace.
+    """
+    operands = []
+    for atom, x in zip(equation.invars, args, strict=True):
+        aval = atom.aval
+        if hasattr(atom, "val"):
+            x = trace.new_const(atom.val, source, aval=aval)
+        elif getattr(x, "_trace", None) is not trace or (x.aval is not aval and x.aval != aval):
+            return None
+        operands.append(x)
+    types = [v.aval for v in equation.outvars]
+    primitive, params, effects = equation.primitive, equation.params, equation.effects
+    return trace.emit_eqn(operands, types, primitive, params, effects, source, equation.ctx)
 
 
 def x64_is_on() -> bool:

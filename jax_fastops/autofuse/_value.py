@@ -84,9 +84,11 @@ class Value:
       sizes: the sizes of these dimensions.
     """
 
-    array: Any = None  # if it is known when the program is traced
     is_array: bool = True
     is_result: bool = False
+    place: int = -1  # among the values of the program
+    is_read: bool = False  # whether a rule asked for the array
+    _array: Any = None
 
     def __init__(self, aval: Any, node: Node | None = None, number: np.ndarray | None = None):
         self.aval: Any = aval
@@ -101,6 +103,12 @@ class Value:
         self._sources: list[View | None] = [None, None]
         if node is None or node.name not in _GIVES_NUMBER:
             self.number = number
+
+    @property
+    def array(self) -> Any:
+        """The array, if it is known when the program is traced."""
+        self.is_read = True
+        return self._array
 
     @property
     def size(self) -> int:
