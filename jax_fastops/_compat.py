@@ -140,7 +140,7 @@ def record(trace, equation, args, source) -> list | None:
 
 def x64_is_on() -> bool:
     """Whether there are 64-bit types now."""
-    return jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+    return bool(jax.config.jax_enable_x64)  # of this thread
 
 
 def sharded_spec(aval) -> PartitionSpec | None:

@@ -53,6 +53,7 @@ def _nodes_of(step: Node) -> list[Node]:
     product.outputs = [Value(step.inputs[0].aval.update(dtype=step.outputs[0].dtype), product)]
     product.outputs[0].is_array = False
     step.name, step.params, step.inputs = "reduce_sum", {"axes": left}, product.outputs
+    step.code = None
     return [product, step]
 
 
@@ -82,7 +83,7 @@ def _swap_operands(node: Node) -> None:
     turned = (*range(free, rank), *range(free))
     moved, only = tuple(node.params["permutation"]), node.inputs[0].users == [node]
     if moved == turned and only and not any(batch):
-        node.name, node.inputs = product.name, [b, a]
+        node.name, node.inputs, node.code = product.name, [b, a], None
         node.params = {**product.params, "dimension_numbers": ((right, left), batch)}
 
 
@@ -222,9 +223,9 @@ class Graph:
                 step.body, step.outputs = self._enter(function, inputs, inner_constants, inside)
             else:
                 step.outputs = [self._placed(Value(v.aval, step)) for v in equation.outvars]
-                number = number_of(equation)
-                self._is_plain = self._is_plain and number is not None
-                self._key.append((number, *[v.place for v in inputs]))
+                step.code = number_of(equation)
+                self._is_plain = self._is_plain and step.code is not None
+                self._key.append((step.code, *[v.place for v in inputs]))
                 self.nodes += _nodes_of(step)
             values.update(zip(equation.outvars, step.outputs, strict=True))
             steps.append(step)

@@ -161,7 +161,14 @@ class Value:
             number = None if self.number is None else self.number.tobytes()  # NaN is not NaN
             return _number_of((self.shape, self.dtype, number))
         place = node.outputs.index(self)
-        return _number_of((self.shape, self.dtype, place, node.name, node.plain_meaning))
+        if node.code is None:
+            return _number_of((self.shape, self.dtype, place, node.name, node.plain_meaning))
+        key = self.shape, self.dtype, place, node.name, node.code
+        if (number := _by_code.get(key)) is None:
+            if len(_by_code) > 1 << 16:
+                _by_code.clear()
+            _by_code[key] = number = _number_of((*key[:4], node.plain_meaning))
+        return number
 
     @functools.cached_property
     def before(self) -> dict[Value, int]:
@@ -471,6 +478,8 @@ class View(NamedTuple):
     def source(self, narrowing: bool = False) -> View:
         """The view of the array of which the value is a view."""
         source = self.value.source(narrowing)
+        if self.map is self.value.identity:
+            return source
         return View(source.value, compose(self.map, source.map), source.passed)
 
     def step(self) -> View | None:
@@ -494,7 +503,10 @@ class Node:
       equation: the equation in the program, with these ``operands``.
       callers: the calls of functions that it is in, the innermost first.
       body: the nodes of the jitted function that it calls.
+      code: a number for its name and parameters, if it has one.
     """
+
+    code: int | None = None
 
     def __init__(self, equation: Any, inputs: Sequence[Value], callers: tuple[Any, ...]):
         self.equation: Any = equation
@@ -563,6 +575,8 @@ def _number(key: tuple) -> int:
     return next(_numbers)
 
 
+# The numbers of computations by the codes of nodes, which take less time than their meanings.
+_by_code: dict[tuple, int] = {}
 _number_of, _structure_of = (functools.lru_cache(1 << 16)(_number) for _ in range(2))
 
 
