@@ -52,7 +52,7 @@ LOCAL = FUSIBLE.union(
     ("shift_left", "shift_right_logical", "shift_right_arithmetic"),
 )
 IN_NO_PATTERN = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call"}
-_MOST_BEFORE = 120
+MOST_BEFORE = 120
 # They do not change the values.
 _IGNORED_PARAMS = {
     *("accuracy", "sharding", "out_sharding", "weak_type", "new_dtype"),
@@ -188,7 +188,7 @@ class Value:
     @functools.cached_property
     def is_closed(self) -> bool:
         """Whether equal structures mean that a formula matches alike."""
-        whole = len(self.before) < _MOST_BEFORE
+        whole = len(self.before) < MOST_BEFORE
         return whole and all(v.node.name != "reshard" for v in self.before)
 
     def source(self, narrowing: bool = False) -> View:
@@ -376,7 +376,7 @@ class Value:
 
 
 def values_before(
-    value: Value, ends: Container[str] = (), limit: int = _MOST_BEFORE
+    value: Value, ends: Container[str] = (), limit: int = MOST_BEFORE
 ) -> dict[Value, int]:
     """A value and those that it is computed from, the nearest first, with their places.
 
