@@ -8,7 +8,6 @@ import weakref
 
 import jax
 import jax.core
-import numpy as np
 from jax.extend import source_info_util
 from jax.sharding import PartitionSpec
 
@@ -120,19 +119,21 @@ def recorder():
     return trace if records and not getattr(trace, "requires_low", False) else None
 
 
-def record(trace, equation, args, source) -> list | None:
-    """The results of an equation that a trace records, without evaluating its types again.
+def is_recorded(trace, variables, args) -> bool:
+    """Whether arrays are of a trace, and have just the types of variables of a program."""
+    return all(
+        getattr(x, "_trace", None) is trace and (x.aval is v.aval or x.aval == v.aval)
+        for v, x in zip(variables, args, strict=True)
+        if not hasattr(v, "val")
+    )
 
-    ``None`` if an operand has another type than in the equation, or is of another trace.
-    """
-    operands = []
-    for atom, x in zip(equation.invars, args, strict=True):
-        aval = atom.aval
-        if hasattr(atom, "val"):
-            x = trace.new_const(atom.val, source, aval=aval)
-        elif getattr(x, "_trace", None) is not trace or (x.aval is not aval and x.aval != aval):
-            return None
-        operands.append(x)
+
+def record(trace, equation, args, source) -> list:
+    """The results of an equation that a trace records, whose types are not evaluated again."""
+    operands = [
+        trace.new_const(v.val, source, aval=v.aval) if hasattr(v, "val") else x
+        for v, x in zip(equation.invars, args, strict=True)
+    ]
     types = [v.aval for v in equation.outvars]
     primitive, params, effects = equation.primitive, equation.params, equation.effects
     return trace.emit_eqn(operands, types, primitive, params, effects, source, equation.ctx)

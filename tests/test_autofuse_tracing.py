@@ -10,7 +10,7 @@ import pytest
 
 import jax_fastops as fo
 from jax_fastops.autofuse import PATTERNS, _evaluate, _pattern, _rule
-from jax_fastops.autofuse._value import REDUCTIONS
+from jax_fastops.autofuse._meaning import REDUCTIONS
 
 
 @pytest.mark.parametrize("rank", [2, 4])

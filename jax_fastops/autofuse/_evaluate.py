@@ -294,31 +294,31 @@ class _Run:
         root, chosen = rewrite.root, self._plan.chosen(rewrite)
         stack = _scope(self._steps[root], own=True)
         program = self._plan.search.program(rewrite.call, rewrite.reads, twice, chosen)
-        is_traced = not isinstance(program, str) and not _explain.is_on()
-        if is_traced and self._trace is not None and not program.consts:
-            source = root.node.equation.source_info.replace(name_stack=stack)
-            results = _recorded(self._trace, program.jaxpr, given, source)
-            if results is not None:
-                return results
+        program = None if isinstance(program, str) or _explain.is_on() else program
+        if program is not None and self._trace is not None and _is_recordable(program):
+            if _compat.is_recorded(self._trace, program.jaxpr.invars, given):
+                source = root.node.equation.source_info.replace(name_stack=stack)
+                return _recorded(self._trace, program.jaxpr, given, source)
         types = [jax.typeof(x) for x in given]
         with _explain.at(lambda: root.line), source_info_util.set_name_stack(stack):
-            if is_traced and program.in_avals == types:
+            if program is not None and program.in_avals == types:
                 return _inlined(program)(*given)
             with _implementation.use_chosen(chosen):
                 return rewrite.call(*given, fanout=twice)
 
     def _evaluate(self, step: Node) -> None:
         args = [self._read(v) for v in step.operands]
-        equation, stack, results = step.equation, _scope(step), None
+        equation, stack = step.equation, _scope(step)
         sharded = equation.primitive.name == "shard_map"
         if _has_bodies(step) and not sharded:
             with source_info_util.set_name_stack(stack):
                 equation = _with_fused_bodies(equation, self._settings)
-        if self._trace is not None and not equation.effects and not sharded:
+        recorded = self._trace is not None and not equation.effects and not sharded
+        if recorded and _compat.is_recorded(self._trace, equation.invars, args):
             source = equation.source_info
             source = source.replace(name_stack=stack + source.name_stack)
             results = _compat.record(self._trace, equation, args, source)
-        if results is None:
+        else:
             with source_info_util.set_name_stack(stack):
                 run = functools.partial(_sharded, settings=self._settings) if sharded else bind
                 results = run(equation, args)
@@ -327,21 +327,22 @@ class _Run:
                 self._arrays[value] = result
 
 
-def _recorded(trace, jaxpr, args: Sequence[Any], source) -> list | None:
-    """The results of a program whose equations a trace records, if it has just these types."""
+def _recorded(trace, jaxpr, args: Sequence[Any], source) -> list:
+    """The results of a program whose equations a trace records."""
     arrays = dict(zip(jaxpr.invars, args, strict=True))
     for equation in jaxpr.eqns:
         given = [None if isinstance(x, Literal) else arrays[x] for x in equation.invars]
         stack = source.name_stack + equation.source_info.name_stack
-        if equation.effects:
-            return None
         results = _compat.record(trace, equation, given, source.replace(name_stack=stack))
-        if results is None:
-            return None
         arrays.update(zip(equation.outvars, results, strict=True))
-    return None if any(isinstance(x, Literal) for x in jaxpr.outvars) else [
-        arrays[x] for x in jaxpr.outvars
-    ]
+    return [arrays[x] for x in jaxpr.outvars]
+
+
+def _is_recordable(program) -> bool:
+    """Whether all results are made by equations without effects."""
+    jaxpr = program.jaxpr
+    literals = any(isinstance(x, Literal) for x in jaxpr.outvars)
+    return not (program.consts or jaxpr.effects or literals)
 
 
 @functools.lru_cache(1024)

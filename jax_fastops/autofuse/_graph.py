@@ -16,7 +16,8 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 from jax_fastops import _compat
-from jax_fastops.autofuse._value import LOCAL, Node, Value
+from jax_fastops.autofuse._meaning import LOCAL
+from jax_fastops.autofuse._value import Node, Value
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 
@@ -197,7 +198,9 @@ class Graph:
         value._array = x if _is_known(x) else None
         self.constants[value] = x
         number = value.number if value.number is None else value.number.tobytes()
-        self._key.append((value.shape, value.dtype, number, aval if number is None else aval.weak_type))
+        self._key.append(
+            (value.shape, value.dtype, number, aval if number is None else aval.weak_type)
+        )
         return value
 
     def _enter(
@@ -256,6 +259,8 @@ def number_of(equation) -> int | None:
         key = primitive, function, *rule[1:], *[v.aval for v in equation.invars]
     else:
         key = primitive, *params.items()
+        if "fill_value" in params:  # 0, -0.0 and False are equal, and NaN is not
+            key = *key, str(params["fill_value"])
     try:
         number = _numbers.get(key)
     except TypeError:  # an array, for example

@@ -15,7 +15,7 @@ from jax_fastops.autofuse import _decisions
 from jax_fastops.autofuse._graph import Graph
 from jax_fastops.autofuse._pattern import PATTERNS
 from jax_fastops.autofuse._rule import Call, Rewrite
-from jax_fastops.autofuse._value import Value
+from jax_fastops.autofuse._value import NO_EQUATION, Value
 
 _probe = jax.jit(lambda: 0)
 
@@ -66,16 +66,16 @@ def keep(
     key: tuple, graph: Graph, rewrites: Iterable[tuple[Rewrite, Any]], programs: dict[tuple, Any]
 ) -> None:
     """Keeps what is replaced, unless a rule has read the elements of an array."""
-    ones = []
-    for rewrite, chosen in rewrites:
-        reads = tuple([v.place for v in rewrite.reads])
-        results = tuple([v.place for v in rewrite.results])
-        if -1 in reads:
-            return
-        ones.append(_One(rewrite.name, results, reads, rewrite.call, rewrite.fanout, chosen))
     if any(v.is_read and v.size > 1 for v in graph.constants):
         return
-    if len(_kept) > 1000:
+    ones = []
+    for rewrite, chosen in rewrites:
+        reads, results = (tuple([v.place for v in x]) for x in (rewrite.reads, rewrite.results))
+        absent = [v for v in rewrite.results if v.node is NO_EQUATION]
+        if -1 in reads or results.count(-1) > len(absent):
+            return
+        ones.append(_One(rewrite.name, results, reads, rewrite.call, rewrite.fanout, chosen))
+    if len(_kept) >= 256:
         _kept.clear()
     _kept[key] = Kept(tuple(ones), programs)
 

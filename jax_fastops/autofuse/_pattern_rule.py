@@ -12,6 +12,7 @@ from jax_fastops.autofuse._dropout import drop_at
 from jax_fastops.autofuse._heads import joined
 from jax_fastops.autofuse._masks import masked
 from jax_fastops.autofuse._match import Matcher, State, matched
+from jax_fastops.autofuse._meaning import FUSIBLE, REDUCTIONS
 from jax_fastops.autofuse._pattern import (
     KINDS,
     MAX_RANK,
@@ -22,10 +23,8 @@ from jax_fastops.autofuse._pattern import (
 )
 from jax_fastops.autofuse._rule import ROW, Miss, Read, Rewrite, Rule, read_of
 from jax_fastops.autofuse._value import (
-    FUSIBLE,
     MOST_BEFORE,
     NO_EQUATION,
-    REDUCTIONS,
     USED,
     Value,
     View,

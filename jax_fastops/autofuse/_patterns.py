@@ -25,8 +25,10 @@ from jax_fastops.softmax import log_softmax, softmax
 
 # Forms of an activation, each with the operation that all programs with it have: first that of its
 # function. Activations that are not named here are traced for every program.
-_NEEDS = dict(gelu="tanh", gelu_exact="erfc", silu="logistic", relu="custom_jvp_call")
-_NEEDS |= dict(quick_gelu="logistic", mish="tanh")
+_NEEDS = {
+    **dict(gelu="tanh", gelu_exact="erfc", mish="tanh", relu="custom_jvp_call"),
+    **dict(silu="logistic", quick_gelu="logistic"),
+}
 _OTHER_FORMS: dict[str, list[tuple[Callable, str]]] = {
     "gelu": [
         (

@@ -26,8 +26,9 @@ from jax.extend.core import Literal
 
 from jax_fastops import _compat
 from jax_fastops.autofuse._graph import Graph, bind, opened
+from jax_fastops.autofuse._meaning import LOCAL
 from jax_fastops.autofuse._rule import Rewrite
-from jax_fastops.autofuse._value import LOCAL, NO_EQUATION, Node, Value
+from jax_fastops.autofuse._value import NO_EQUATION, Node, Value
 
 # A match with one of these keeps whole arrays that the op does not. It is a region of its own.
 PRODUCTS = {"dot_general", "conv_general_dilated", "scan", "while", "cond"}

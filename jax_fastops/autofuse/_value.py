@@ -10,54 +10,27 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import re
-import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
-from jax_fastops import _compat, _patched
+from jax_fastops import _compat
 from jax_fastops.autofuse import _numpy
+from jax_fastops.autofuse._meaning import (
+    IN_NO_PATTERN,
+    iota_wraps,
+    long_axes,
+    meaning_of,
+)
 
 Map = tuple[Any, ...]  # of int | None
 
 # They give the number that they take, if their operand is one.
 _MOVED = {"broadcast_in_dim", "reshape", "squeeze", "copy", "stop_gradient", "pvary", "pcast"}
 _GIVES_NUMBER = _MOVED.union(_numpy.ELEMENTWISE)
-REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"}
-ELEMENTWISE = {
-    *("exp", "log", "tanh", "erf", "erfc", "logistic", "max", "min", "abs", "is_finite", "sign"),
-    *("select_n", "stop_gradient", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"),
-}
-FUSIBLE = ELEMENTWISE | {
-    *("add", "add_any", "sub", "mul", "div", "neg", "square", "sqrt", "rsqrt", "integer_pow"),
-    *("pow", "convert_element_type", "broadcast_in_dim", "clamp", "sin", "cos", "log1p", "expm1"),
-}
-VIEWS = {
-    *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "slice", "rev", "copy", "copy_p"),
-    *("convert_element_type", "pvary", "pcast", "bitcast_convert_type"),
-}
-# XLA fuses these with each other.
-LOCAL = FUSIBLE.union(
-    REDUCTIONS,
-    VIEWS,
-    ("transpose", "concatenate", "split", "pad", "iota", "reduce_prod", "argmax", "argmin"),
-    ("reduce_precision", "name"),
-    ("exp2", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "erf_inv", "cbrt"),
-    ("round", "floor", "ceil", "rem", "nextafter", "xor", "population_count"),
-    ("shift_left", "shift_right_logical", "shift_right_arithmetic"),
-)
-IN_NO_PATTERN = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call"}
 MOST_BEFORE = 120
-# They do not change the values.
-_IGNORED_PARAMS = {
-    *("accuracy", "sharding", "out_sharding", "weak_type", "new_dtype"),
-    *("indices_are_sorted", "unique_indices"),
-}
 USED = "the value is used elsewhere"
 _IDENTITIES = [tuple(range(n)) for n in range(100)]
 
@@ -80,8 +53,6 @@ class Value:
       users: the equations that use it.
       is_result: whether it is a result of the program.
       is_array: whether the program has it. It has no product that a ``dot_general`` sums.
-      long: the dimensions whose size is not 1.
-      sizes: the sizes of these dimensions.
     """
 
     is_array: bool = True
@@ -96,13 +67,29 @@ class Value:
         self.users: list[Node] = []
         self.shape: tuple[Any, ...] = getattr(aval, "shape", ())
         self.dtype: Any = getattr(aval, "dtype", None)
-        self.is_floating: bool = _is_floating(self.dtype)
-        self.long: tuple[int, ...] = _long(self.shape)
-        self.sizes: tuple[Any, ...] = tuple([self.shape[i] for i in self.long])
-        self.identity: Map = _IDENTITIES[len(self.long)]
         self._sources: list[View | None] = [None, None]
         if node is None or node.name not in _GIVES_NUMBER:
             self.number = number
+
+    @functools.cached_property
+    def is_floating(self) -> bool:
+        """Whether its dtype is floating."""
+        return _is_floating(self.dtype)
+
+    @functools.cached_property
+    def long(self) -> tuple[int, ...]:
+        """The dimensions whose size is not 1."""
+        return _long(self.shape)
+
+    @functools.cached_property
+    def sizes(self) -> tuple[Any, ...]:
+        """The sizes of these dimensions."""
+        return tuple([self.shape[i] for i in self.long])
+
+    @functools.cached_property
+    def identity(self) -> Map:
+        """The map from these dimensions to themselves."""
+        return _IDENTITIES[len(self.long)]
 
     @property
     def array(self) -> Any:
@@ -529,26 +516,7 @@ class Node:
     @functools.cached_property
     def meaning(self) -> tuple[Any, ...]:
         """The parameters, without those that depend on sizes."""
-        if not self.params:
-            return ()
-        params = None
-        if self.name in REDUCTIONS:
-            params = {"axes": _reduction(self).axes}
-        if self.name == "iota":
-            long = self.outputs[0].long
-            dimension = self.params["dimension"]
-            params = {"along": long.index(dimension) if dimension in long else None}
-            if iota_wraps(self.outputs[0]):
-                params["wraps"] = True
-        if self.name == "custom_jvp_call":
-            params = {"rule": _derivative_rule(self)}
-        if self.name == "gather" and (along := _picks(self)) is not None:
-            params = self.params
-            params = {"along": along, "fill": params["fill_value"], "mode": params["mode"]}
-        if params is not None:
-            return _text_of(tuple(params.items()))
-        items = tuple(self.params.items())
-        return _known_text(items) if self.name in LOCAL else _text_of(items)
+        return meaning_of(self) if self.params else ()
 
     @functools.cached_property
     def plain_meaning(self) -> tuple[Any, ...] | None:
@@ -560,12 +528,6 @@ class Node:
                         return None
         return self.meaning
 
-
-def _text_of(params: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((k, str(v)) for k, v in params if k not in _IGNORED_PARAMS))
-
-
-_known_text = functools.lru_cache(4096)(_text_of)
 
 _numbers = itertools.count()
 
@@ -625,98 +587,5 @@ def reductions(node: Node) -> Iterator[Reduction]:
 
 
 def _reduction(node: Node) -> Reduction:
-    operand = node.inputs[0]
-    long = operand.long
-    axes = tuple(sorted(long.index(a) for a in node.params["axes"] if a in long))
+    operand, axes = node.inputs[0], long_axes(node)
     return Reduction(operand, axes, tuple(i for i in operand.identity if i not in axes))
-
-
-def iota_wraps(indices: Value) -> bool:
-    """Whether the dtype of an ``iota`` is too narrow for the largest number."""
-    size = indices.shape[indices.node.params["dimension"]]
-    integers = jnp.issubdtype(indices.dtype, jnp.integer)
-    return integers and isinstance(size, int) and size - 1 > jnp.iinfo(indices.dtype).max
-
-
-def _picks(node: Node) -> int | None:
-    """The dimension along which a gather picks one element for each index, or ``None``.
-
-    The other dimensions are those of the indices, in order. A dimension of size 1 may be a slice.
-    """
-    x, indices = node.inputs
-    numbers = node.params["dimension_numbers"]
-    index = numbers.start_index_map
-    if len(index) != 1 or index[0] not in x.long or any(n != 1 for n in node.params["slice_sizes"]):
-        return None
-    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    mapped = [(int(i), int(j)) for i, j in pairs if i in x.long]
-    others = [i for i in x.long if i != index[0]]
-    same = mapped == list(zip(others, indices.long, strict=False)) and len(mapped) == len(others)
-    if not same or len(indices.long) != len(others) or indices.shape[-1] != 1:
-        return None
-    return x.long.index(index[0])
-
-
-# ---- derivative rules ----------------------------------------------------------------------------
-
-# By the function, weakly: the cache keeps no function of the user alive.
-_rules: weakref.WeakKeyDictionary[Callable, dict[tuple, str]] = weakref.WeakKeyDictionary()
-
-
-def _derivative_rule(node: Node) -> str:
-    """The value and derivative of a function with its own rule, as text without shapes."""
-    given = _compat.derivative_rule(node.equation)
-    if given is None:
-        return _traced_rule(node)
-    known = _rules.setdefault(given[0], {})
-    key = *given[1:], *((v.shape, v.dtype) for v in node.inputs), _compat.x64_is_on()
-    if (text := known.get(key)) is None:
-        text = _traced_rule(node)
-        if not text.startswith("unknown"):  # under other settings it may be one of ours
-            known[key] = text
-    return text
-
-
-def _traced_rule(node: Node) -> str:
-    def call(*args):
-        primitive = node.equation.primitive
-        subfunctions, params = _compat.bind_params(primitive, node.params)
-        return primitive.bind(*subfunctions, *args, **params)
-
-    x = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in node.inputs]
-    try:
-        # JAX keeps this trace for the user's gradient: it is under the user's checks of promotion.
-        with _patched.off(), jax.disable_jit(False):
-            return _text(jax.make_jaxpr(lambda x, t: jax.jvp(call, x, t))(x, x).jaxpr)
-    except Exception:  # whatever the rule raises, it is not one of ours
-        return f"unknown {id(node)}"
-
-
-def _text(jaxpr) -> str:
-    """A program without shapes. A broadcast number counts as the number: `vmap` broadcasts it."""
-    names = {v: f"operand {i}" for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
-    numbers, lines = set(), []
-
-    def name(atom):
-        return str(np.asarray(atom.val).tolist()) if isinstance(atom, Literal) else names[atom]
-
-    for equation in jaxpr.eqns:
-        operands = [name(x) for x in equation.invars]
-        outs = equation.outvars
-        names |= {v: f"result {i} of {len(lines)}" for i, v in enumerate(outs)}
-        first = equation.invars[0] if equation.invars else None
-        if equation.primitive.name == "broadcast_in_dim" and (
-            isinstance(first, Literal) or first in numbers
-        ):
-            names[outs[0]] = operands[0]
-            numbers.add(outs[0])
-        else:
-            lines.append((_without_shapes(str(equation)), operands))
-    return str((lines, [name(v) for v in jaxpr.outvars]))
-
-
-def _without_shapes(text: str) -> str:
-    """The text without shapes, meshes and line breaks, whose positions depend on shapes."""
-    text = re.sub(r"ctx_mesh=\w*Mesh\(([^()]|\([^()]*\))*\)", "", text)
-    text = re.sub(r"\b[a-z]+[0-9]*\[[0-9,]*\]|\([0-9, ]*\)", "", text)
-    return re.sub(r"[\s;]+", " ", text)
