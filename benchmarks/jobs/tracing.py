@@ -28,7 +28,12 @@ CONTENDERS = ["plain", "autofuse", "new"]
 def options(add) -> None:
     add("--programs", nargs="+", choices=others.NAMES, default=PROGRAMS, metavar="NAME")
     add("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
-    add("--traces", type=int, default=15, metavar="N", help="later traces")
+    add("--traces", type=int, default=7, metavar="N", help="later traces")
+    add("--implementation", default="auto", help="of our ops: auto, native or xla")
+
+
+def facts(options) -> dict:
+    return {"implementation": options.implementation}
 
 
 def rows(options) -> list[dict]:
@@ -37,6 +42,7 @@ def rows(options) -> list[dict]:
 
 
 def measure(options, program: str, contender: str) -> dict:
+    fo.set_implementation(options.implementation)
     model = others.built(program, options.small, jnp.bfloat16)
     fuse = (lambda fn: fn) if contender == "plain" else fo.autofuse
     if contender == "new":
