@@ -46,7 +46,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
-from jax_fastops.autofuse import RULES, Rule, _pattern, _value
+from jax_fastops.autofuse import RULES, Rule, _kept, _meaning, _pattern
 from jax_fastops.autofuse._pattern_rule import PatternRule
 
 
@@ -1370,7 +1370,7 @@ def test_rules_are_traced_once(mapped, monkeypatch):
 
     f = jax.vmap(f) if mapped else f
     assert names(f, X) == ["relu"] * 3
-    monkeypatch.setattr(_value, "_traced_rule", None)
+    monkeypatch.setattr(_meaning, "_traced_rule", None)
     assert names(f, X) == ["relu"] * 3
 
 
@@ -1469,7 +1469,8 @@ def forget():
         cached.cache_clear()
     PatternRule.known.clear()
     PatternRule.tops.clear()
-    _value._rules.clear()
+    _meaning._rules.clear()
+    _kept.clear()
 
 
 def _mesh(kind):

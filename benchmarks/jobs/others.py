@@ -80,7 +80,7 @@ def run(options) -> None:
             print(json.dumps(row), flush=True)
         return
     names = [n for n in options.only if options.group is None or n in _group(options.group)]
-    missing = [n for n in names if n in PACKAGES and not importlib.util.find_spec(PACKAGES[n][0])]
+    missing = [name for name in names if not installed(name)]
     for name in missing:
         print(f"left out: {name}, because {PACKAGES[name][0]} is not installed", flush=True)
     names = [name for name in names if name not in missing]
@@ -151,6 +151,19 @@ def rows(names: Sequence[str], options: Any) -> Iterator[dict]:
                 left.remove(row["program"])
                 timed.pop(row["program"], None)
                 yield row
+
+
+def installed(name: str) -> bool:
+    """Whether the package of a program is installed."""
+    return name not in PACKAGES or bool(importlib.util.find_spec(PACKAGES[name][0]))
+
+
+def phase_of(program: Program, fuse: Callable, phase: str) -> tuple[Callable, Any, tuple]:
+    """The function of a phase, the types of its arguments, and which of them it takes over."""
+    if phase == "forward":
+        return program.evaluation(fuse), _like(program.inputs), ()
+    state = jax.eval_shape(program.state)
+    return program.step(fuse), _like((state, *program.batch)), (0,)
 
 
 def _group(name: str) -> dict:
@@ -247,14 +260,9 @@ class Prepared:
 
     def _trace(self, fuse: Callable, phase: str) -> tuple[float, Any]:
         """A fresh trace of a phase, and its seconds."""
-        if phase == "forward":
-            function, args, donated = self.program.evaluation(fuse), self.program.inputs, ()
-        else:
-            state = jax.eval_shape(self.program.state)
-            function, args, donated = self.program.step(fuse), (state, *self.program.batch), (0,)
+        function, args, donated = phase_of(self.program, fuse, phase)
         # JAX knows the traces of a function that it has seen.
         jitted = jax.jit(lambda *args: function(*args), donate_argnums=donated)
-        args = _like(args)
         return _timed(lambda: jitted.trace(*args))
 
     def wait(self) -> None:

@@ -26,11 +26,12 @@ from jax_fastops._activations import ACTIVATIONS
 from jax_fastops._settings import fixed
 from jax_fastops.autofuse._graph import Graph
 from jax_fastops.autofuse._match import Matcher, State
+from jax_fastops.autofuse._meaning import FUSIBLE
 from jax_fastops.autofuse._pattern import MAX_RANK, PATTERNS, Compiler, Formula, Pattern, formulas
 from jax_fastops.autofuse._pattern_rule import kinds_of, operations_of
 from jax_fastops.autofuse._patterns import FORMS, absences, affine, moments
 from jax_fastops.autofuse._rule import ROW, Miss, Read, Rewrite, Rule, visible
-from jax_fastops.autofuse._value import FUSIBLE, USED, Node, Value, View
+from jax_fastops.autofuse._value import USED, Node, Value, View
 from jax_fastops.group_norm import group_norm
 
 # ---- patterns ------------------------------------------------------------------------------------
