@@ -250,7 +250,7 @@ def number_of(equation) -> int | None:
     """
     primitive, params = equation.primitive, equation.params
     if primitive.name in _OPAQUE:
-        key = primitive, *[v.aval for v in equation.outvars]
+        key = primitive, bool(equation.effects), *[v.aval for v in equation.outvars]
     elif primitive.name == "custom_jvp_call":
         rule = _compat.derivative_rule(equation)
         if rule is None:
