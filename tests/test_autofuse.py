@@ -309,6 +309,10 @@ DROPOUT = {
     "keys": (lambda x, k: jax.vmap(dropped)(x, jax.random.split(k, len(x))), "dropout"),
     "normal": (lambda x, k: jnp.where(jax.random.normal(k, x.shape) < 0.75, x / 0.75, 0), None),
     "key of the program": (lambda x, k: dropped(x, KEY), "dropout"),
+    "a mask that is drawn again": (
+        lambda x, k: dropped(x, k) + jax.random.bernoulli(k, 0.75, x.shape),
+        None,
+    ),
     "bits of two masks": (
         lambda x, k: (lambda u: jnp.where(u < 0.75, x / 0.75, 0) * u)(
             jax.random.uniform(k, x.shape)
