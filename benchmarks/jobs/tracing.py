@@ -1,7 +1,7 @@
 """How long does a trace of a program take with ``autofuse``?
 
-Processor time of the thread that traces, in a process of its own for each row. The programs are those of
-``benchmarks/others``. Nothing is compiled, and no array of a program is made on the device.
+Processor time of the thread that traces, in a process of its own for each row. The programs are
+those of ``benchmarks/others``. Nothing is compiled, and no array of a program is on the device.
 
 ``plain``      as it is
 ``autofuse``   with ``autofuse`` around the forward, or around the loss of the step
