@@ -1,7 +1,7 @@
 """How long does a trace of a program take with ``autofuse``?
 
-Processor time of the host, in a process of its own for each row. The programs are those of
-``benchmarks/others``. Nothing is compiled, and no array of a program is made on the device.
+Processor time of the thread that traces, in a process of its own for each row. The programs are
+those of ``benchmarks/others``. Nothing is compiled, and no array of a program is on the device.
 
 ``plain``      as it is
 ``autofuse``   with ``autofuse`` around the forward, or around the loss of the step
@@ -60,6 +60,6 @@ def _trace(model, fuse, phase: str) -> float:
     function, args, donated = others.phase_of(model, fuse, phase)
     jitted = jax.jit(lambda *args: function(*args), donate_argnums=donated)
     gc.collect()
-    begin = time.process_time()
+    begin = time.thread_time()
     jitted.trace(*args)
-    return (time.process_time() - begin) * 1e3
+    return (time.thread_time() - begin) * 1e3

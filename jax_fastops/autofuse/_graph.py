@@ -226,9 +226,11 @@ class Graph:
                 step.body, step.outputs = self._enter(function, inputs, inner_constants, inside)
             else:
                 step.outputs = [self._placed(Value(v.aval, step)) for v in equation.outvars]
-                step.code = number_of(equation)
-                self._is_plain = self._is_plain and step.code is not None
-                self._key.append((step.code, *[v.place for v in inputs]))
+                number = number_of(equation)
+                self._is_plain = self._is_plain and number is not None
+                self._key.append((number, *[v.place for v in inputs]))
+                if step.name != "custom_jvp_call":  # JAX may refuse its rule under some settings
+                    step.code = number
                 self.nodes += _nodes_of(step)
             values.update(zip(equation.outvars, step.outputs, strict=True))
             steps.append(step)
