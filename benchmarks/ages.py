@@ -79,7 +79,7 @@ def kernels(name: str, results: dict) -> list[str]:
     if job:
         paths.append("jax_fastops/models/*.py")
     excluded = ["jax_fastops/models/*checkpoint*"]
-    if not job.startswith(("fusing", "others")):
+    if not job.startswith(("fusing", "others", "tracing")):
         excluded.append("jax_fastops/autofuse")
     if slug:
         excluded += _OTHERS[results["hardware"]["platform"]]

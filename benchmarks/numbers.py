@@ -245,6 +245,24 @@ def waits() -> dict[str, str]:
     }
 
 
+def traces() -> dict[str, str]:
+    """What `autofuse` adds to a first trace, and later traces over those without it."""
+    found: dict[str, list[float]] = {"first_ms": [], "forward": [], "step": []}
+    rows = load(f"tracing-{CPU}")["rows"]
+    by_program = {(row["program"], row["contender"]): row for row in rows}
+    for (program, who), ours in by_program.items():
+        if who == "autofuse":
+            plain = by_program[program, "plain"]
+            found["first_ms"].append(ours["first_forward_ms"] - plain["first_forward_ms"])
+            for phase in ("forward", "step"):
+                found[phase].append(ours[f"{phase}_ms"] / plain[f"{phase}_ms"])
+    return {
+        f"trace_{key}_{name}": f"{of(values):.0f}" if key == "first_ms" else f"{of(values):.2f}"
+        for key, values in found.items()
+        for name, of in (("least", min), ("most", max))
+    }
+
+
 def numbers() -> dict[str, str]:
     """Key -> text, for the README's markers and the documentation's substitutions."""
     means = {family: geometric_mean(family_speedups(family)) for family in families(H100)}
@@ -252,7 +270,7 @@ def numbers() -> dict[str, str]:
     found["resnet"] = f"{speedup(load(f'resnet-{H100}')['steps']):.2f}"
     for who, row in steps()["decoder"].items():
         found[f"decoder_{who}_gb"] = f"{row['temp_bytes'] / 1e9:.1f}"
-    found |= of_others() | sources() | waits()
+    found |= of_others() | sources() | waits() | traces()
     by_hand = one_line()["Llama-type decoder by hand"]
     found |= {"llama_plain_gb": f"{by_hand.plain_gb:.1f}", "llama_gb": f"{by_hand.gb:.1f}"}
     differences = load(f"resnet-{H100}")["differences"]

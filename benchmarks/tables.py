@@ -240,8 +240,12 @@ def others_table(results: dict) -> str:
 
 
 def others_summary(results: dict) -> str:
-    """Geometric means of the gains, the losses and the errors of the programs that others wrote."""
-    header = ["phase", "contender", "programs with a kernel", "gain", "others", "gain", "losses"]
+    """The gains, the losses and the errors of the programs that others wrote.
+
+    A gain is the geometric mean of both measurements of all programs.
+    """
+    header = ["phase", "contender", "programs with a kernel", "gain", "without attention", "gain"]
+    header += ["median", "programs without a kernel", "gain", "losses"]
     failed = [row["program"] for row in results["rows"] if "error" in row]
     body = []
     for phase in ("forward", "step"):
@@ -251,10 +255,14 @@ def others_summary(results: dict) -> str:
             if not rows:
                 continue
             cells = [phase, OTHERS[way]]
-            for equal in (False, True):
-                some = [row for row in rows if row[f"{way}_{phase}_equal"] == equal]
+            with_kernels = [row for row in rows if not row[f"{way}_{phase}_equal"]]
+            fewer = [r for r in with_kernels if "attention" not in r[f"{way}_{phase}_kernels"]]
+            equal = [row for row in rows if row[f"{way}_{phase}_equal"]]
+            for some in (with_kernels, fewer, equal):
                 every = [gain for row in some for gain in gains(row, way, phase)]
                 cells += [str(len(some)), f"{geometric_mean(every):.3f}" if every else "-"]
+                if some is fewer:
+                    cells += [f"{statistics.median(every):.3f}" if every else "-"]
             lost = [row["program"] for row in rows if loses(row, way, phase)]
             body.append([*cells, ", ".join(lost) or "none", ", ".join(failed) or "none"])
     return markdown([*header, "errors"], body)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 
 import jax
 import jax.core
-import numpy as np
 from jax.extend import source_info_util
 from jax.sharding import PartitionSpec
 
@@ -15,6 +15,13 @@ try:
     from jax.experimental import jet
 except ImportError:  # experimental
     jet = None
+
+try:
+    from jax.extend.core import take_current_trace as _take_current_trace
+except ImportError:  # jax < 0.10
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        _take_current_trace = jax.core.take_current_trace
 
 # Raised if a symbolic size cannot be compared.
 InconclusiveDimensionOperation = (
@@ -104,9 +111,37 @@ def bind_params(primitive, params: dict) -> tuple:
     return bound if isinstance(bound, tuple) else ((), bound)  # jax < 0.10 gives both
 
 
+def recorder():
+    """The current trace, if it records equations as they are, or ``None``."""
+    with _take_current_trace() as trace:
+        pass
+    records = all(hasattr(trace, name) for name in ("emit_eqn", "new_const", "frame"))
+    return trace if records and not getattr(trace, "requires_low", False) else None
+
+
+def is_recorded(trace, variables, args) -> bool:
+    """Whether arrays are of a trace, and have just the types of variables of a program."""
+    return all(
+        getattr(x, "_trace", None) is trace and (x.aval is v.aval or x.aval == v.aval)
+        for v, x in zip(variables, args, strict=True)
+        if not hasattr(v, "val")
+    )
+
+
+def record(trace, equation, args, source) -> list:
+    """The results of an equation that a trace records, whose types are not evaluated again."""
+    operands = [
+        trace.new_const(v.val, source, aval=v.aval) if hasattr(v, "val") else x
+        for v, x in zip(equation.invars, args, strict=True)
+    ]
+    types = [v.aval for v in equation.outvars]
+    primitive, params, effects = equation.primitive, equation.params, equation.effects
+    return trace.emit_eqn(operands, types, primitive, params, effects, source, equation.ctx)
+
+
 def x64_is_on() -> bool:
     """Whether there are 64-bit types now."""
-    return jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+    return bool(jax.config.jax_enable_x64)  # of this thread
 
 
 def sharded_spec(aval) -> PartitionSpec | None:

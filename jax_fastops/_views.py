@@ -92,6 +92,17 @@ def spec_of(x) -> tuple | None:
     return explicit_spec(jax.typeof(x).sharding, x.ndim)
 
 
+def whole(x, axis: int):
+    """``x``, not sharded along an axis. Auto axes must be those of ``jax.set_mesh``."""
+    spec = spec_of(x)
+    if spec is not None:
+        return jax.sharding.reshard(x, PartitionSpec(*spec[:axis], None, *spec[axis + 1 :]))
+    if AxisType.Auto not in jax.sharding.get_abstract_mesh().axis_types:
+        return x
+    free = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*free[:axis], None, *free[axis + 1 :]))
+
+
 def split(x, axis: int, sizes: tuple[int, ...]):
     """``x`` with the dimension ``axis``, counted from 0, split into dimensions of these ``sizes``.
 

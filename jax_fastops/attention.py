@@ -33,7 +33,7 @@ from jax_fastops._random import drop_of
 from jax_fastops._registry import example, example_key, register
 from jax_fastops._settings import own_code
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import merge_last, split
+from jax_fastops._views import merge_last, split, whole
 from jax_fastops.heads import merge_heads, split_qkv_heads
 
 _LARGEST = 2**31 - 1  # of int32
@@ -319,11 +319,12 @@ def qkv_attention(
 
     def by_softmax(call, qkv):
         if packed:
-            heads = split_qkv_heads(qkv, qkv_bias, num_heads=num_heads, num_kv_heads=kv_heads)
-            y, sums = call.by_softmax(*heads, layout="bnth")
+            q, *both = split_qkv_heads(qkv, qkv_bias, num_heads=num_heads, num_kv_heads=kv_heads)
+            # Where rows are sharded, XLA might gather the queries, and then the scores.
+            y, sums = call.by_softmax(q, *(whole(x, 2) for x in both), layout="bnth")
             return merge_heads(y), sums
-        heads = (jnp.squeeze(part, 2) for part in jnp.split(biased(qkv), 3, axis=2))
-        y, sums = call.by_softmax(*heads)
+        q, *both = (jnp.squeeze(part, 2) for part in jnp.split(biased(qkv), 3, axis=2))
+        y, sums = call.by_softmax(q, *(whole(x, 1) for x in both))
         return merge_last(y), sums
 
     y, sums = call(qkv, size=size, view=view, otherwise=by_softmax)

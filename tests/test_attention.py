@@ -64,8 +64,9 @@ def case(name, fn, reference, shapes, sharded, **more):
         reference=reference,
         make_args=drawn(*shapes),
         make_sharded_args=drawn(*sharded),
-        # Weights are rounded before the second product, and terms of a tangent cancel.
-        tolerance=Tolerance(ulps=64.0, lone=1.0),
+        # Weights are rounded before the second product, and terms of a tangent cancel. For 300
+        # random inputs, roundings by half an epsilon change a second derivative by up to 71.
+        tolerance=Tolerance(ulps=96.0, lone=1.0),
         **more,
     )
 

@@ -41,11 +41,12 @@ from autofuse_programs import (
 from harness.compat import JAX_0_8, x64
 from harness.numerics import of_products
 from harness.programs import targets_of
+from jax.experimental import io_callback
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
-from jax_fastops.autofuse import RULES, Rule, _pattern, _value
+from jax_fastops.autofuse import RULES, Rule, _kept, _meaning, _pattern
 from jax_fastops.autofuse._pattern_rule import PatternRule
 
 
@@ -142,6 +143,19 @@ def rms_of_product(x, y):
     return x * jax.lax.rsqrt(jnp.mean(x * y, -1, keepdims=True) + 1e-6)
 
 
+def times_sum(axis):
+    @jax.custom_jvp
+    def f(x):
+        return x * x.sum(axis, keepdims=True) / 9
+
+    f.defjvp(lambda x, t: (f(*x), t[0] * x[0].sum(axis, keepdims=True)))
+    return f
+
+
+def sum_with_rms(x):
+    return rms(x, B) + x
+
+
 @pytest.mark.parametrize(
     "f",
     [
@@ -156,6 +170,10 @@ def rms_of_product(x, y):
         lambda x: rms_of_product(fo.softmax(x), fo.softmax(x, scale=0.1)),
         lambda x: rms_of_product(fo.layer_norm(x, eps=1.0), fo.layer_norm(x)),
         lambda x: rms_of_product(fo.layer_norm(x, x[0, 0]), fo.layer_norm(x, None, x[0, 0])),
+        # Rules that differ by an axis
+        lambda x: rms_of_product(times_sum(0)(x), times_sum(2)(x)),
+        # A gradient that is rounded to 8 bits
+        lambda x: sum_with_rms(x.astype(jnp.float8_e4m3fn).astype(jnp.float32)),
     ],
 )
 def test_near_misses(f):
@@ -182,6 +200,13 @@ def test_other_products_stay(f):
     assert str(jax.make_jaxpr(lambda x: fo.autofuse(f)(x))(X)) == str(program)
 
 
+def rms_by_float16(x):
+    """bfloat16 has a larger range than float16."""
+    x = x.astype(jnp.float32)
+    square = jnp.mean(x * x, -1, keepdims=True).astype(jnp.float16).astype(jnp.float32)
+    return (x * jax.lax.rsqrt(square + 1e-6)).astype(jnp.bfloat16)
+
+
 @pytest.mark.parametrize(
     "f",
     [
@@ -194,6 +219,7 @@ def test_other_products_stay(f):
         lambda x: x * jax.lax.rsqrt(
             jnp.einsum("abc,abc->ab", *[x.astype(jnp.bfloat16)] * 2)[..., None] / 40 + 1e-6
         ),
+        lambda x: rms_by_float16(x.astype(jnp.bfloat16)),
     ],
 )  # fmt: skip
 def test_near_misses_of_sums_of_products(f):
@@ -283,6 +309,16 @@ DROPOUT = {
     "keys": (lambda x, k: jax.vmap(dropped)(x, jax.random.split(k, len(x))), "dropout"),
     "normal": (lambda x, k: jnp.where(jax.random.normal(k, x.shape) < 0.75, x / 0.75, 0), None),
     "key of the program": (lambda x, k: dropped(x, KEY), "dropout"),
+    "a mask that is drawn again": (
+        lambda x, k: dropped(x, k) + jax.random.bernoulli(k, 0.75, x.shape),
+        None,
+    ),
+    "bits of two masks": (
+        lambda x, k: (lambda u: jnp.where(u < 0.75, x / 0.75, 0) * u)(
+            jax.random.uniform(k, x.shape)
+        ),
+        None,
+    ),
     "other range": (
         lambda x, k: jnp.where(jax.random.uniform(k, x.shape, maxval=2) < 0.75, x / 0.75, 0),
         None,
@@ -436,6 +472,12 @@ def _scaled_by_its_sum(x):
     return _normalized(total, -1, lambda mean: total[0])[0], total
 
 
+def _scaled_by_each_other(x):
+    a, b = x[:1] + x[1:2], x[2:3] + x[3:4]
+    norms = (_normalized(y, -1, lambda mean: z[0])[0] for y, z in ((a, b), (b, a)))  # noqa: B023
+    return *norms, a, b
+
+
 def _scaled_through_a_ref(x):
     ref = jax.new_ref(jnp.ones(x.shape[1]))
 
@@ -451,6 +493,7 @@ def _scaled_through_a_ref(x):
     "f",
     [
         _scaled_by_its_sum,
+        _scaled_by_each_other,
         lambda x: _normalized(x, 0, lambda mean: 1 + mean),
         pytest.param(
             _scaled_through_a_ref,
@@ -633,13 +676,20 @@ def test_what_is_not_an_array_passes():
 
 @pytest.mark.jax
 def test_effects_are_kept(capfd):
+    calls = []
+
     def f(x):
-        jax.debug.print("sum {}", jnp.sum(x * x) * 0)
-        return softmax(x)
+        jax.debug.print("sum {}, first {}", jnp.sum(x * x) * 0, x[0, 0, 0] * 0)
+        total = x + jnp.sin(x)
+        row, other = (
+            io_callback(lambda i=i: calls.append(i) or np.asarray(B), B, ordered=True)
+            for i in range(2)
+        )
+        return softmax(x), rms(total, other), total + row
 
     jax.block_until_ready(jax.jit(fo.autofuse(f))(X))
     jax.effects_barrier()
-    assert "sum 0.0" in capfd.readouterr().out
+    assert "sum 0.0, first" in capfd.readouterr().out and calls == [0, 1]
 
 
 def test_a_method():
@@ -1324,7 +1374,7 @@ def test_rules_are_traced_once(mapped, monkeypatch):
 
     f = jax.vmap(f) if mapped else f
     assert names(f, X) == ["relu"] * 3
-    monkeypatch.setattr(_value, "_traced_rule", None)
+    monkeypatch.setattr(_meaning, "_traced_rule", None)
     assert names(f, X) == ["relu"] * 3
 
 
@@ -1423,7 +1473,8 @@ def forget():
         cached.cache_clear()
     PatternRule.known.clear()
     PatternRule.tops.clear()
-    _value._rules.clear()
+    _meaning._rules.clear()
+    _kept.clear()
 
 
 def _mesh(kind):

@@ -323,8 +323,10 @@ def _check(program, args, rng) -> bool:
         v.aval.dtype == jnp.bfloat16 for v in (*changed.jaxpr.invars, *changed.jaxpr.outvars)
     )
     cast = "bf16" in str(changed)  # then a gradient is rounded, too
+    eighth = "f8_e4m3" in str(changed)  # a rounding more may change its last digit
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         rtol = 0.05 if narrow or (cast and i >= len(changed.out_avals)) else 1e-3
+        rtol = 0.13 if eighth else rtol
         a, b = (np.asarray(x, np.float64) if _is_floating(x) else np.asarray(x) for x in (a, b))
         scale = np.max(np.abs(b), initial=1e-3, where=np.isfinite(b))
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol / 10 * scale, err_msg=str(changed))

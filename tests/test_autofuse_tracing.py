@@ -2,15 +2,18 @@
 traced once, norms that are nearly ours or of a sum that nothing else needs, and the steps of long
 programs."""
 
+import functools
 import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_fastops as fo
+from jax_fastops import _compat
 from jax_fastops.autofuse import PATTERNS, _evaluate, _pattern, _rule
-from jax_fastops.autofuse._value import REDUCTIONS
+from jax_fastops.autofuse._meaning import REDUCTIONS
 
 
 @pytest.mark.parametrize("rank", [2, 4])
@@ -122,6 +125,70 @@ def test_functions_without_work_are_not_searched(monkeypatch):
         jax.make_jaxpr(fo.autofuse(f))(jnp.ones((3, 77)))
         counts.append(len(graphs))
     assert counts == [1, 3]
+
+
+def primitives(f, *args):
+    return [equation.primitive.name for equation in jax.make_jaxpr(fo.autofuse(f))(*args).eqns]
+
+
+def test_an_equal_program_is_searched_once(monkeypatch):
+    finds, x = counted(monkeypatch, _rule.Search, "find"), jnp.ones((3, 79))
+
+    def program(eps):
+        return lambda x: (
+            jnp.tanh(x) * jax.lax.rsqrt(jnp.mean(jnp.tanh(x) ** 2, -1, keepdims=True) + eps)
+        )
+
+    counts, found = [], []
+    for implementation, eps in (
+        ("native", 1e-6),
+        ("native", 1e-6),
+        ("native", 1e-5),
+        ("xla", 1e-6),
+    ):
+        with fo.use_implementation(implementation):
+            found.append(primitives(program(eps), x))
+        counts.append(len(finds))
+    assert 0 < counts[0] == counts[1] < counts[2] < counts[3]
+    assert found[0] == found[1] == found[2] == ["tanh", "fastops_rms_norm"] != found[3]
+    with fo.use_implementation("native"):  # under a derivative, of a batch, and in a loop
+        f, g = program(1e-6), fo.autofuse(program(1e-6))
+        for change in (
+            lambda h: jax.grad(lambda x: jnp.sin(h(x)).sum())(x),
+            lambda h: jax.vmap(h)(jnp.stack([x, 2 * x])),
+            lambda h: jax.lax.scan(lambda c, _: (c + h(c) * h(x), h(x)), x, None, length=2),
+        ):
+            want, have = (jax.jit(change, static_argnums=0)(h) for h in (f, g))
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), want, have
+            )
+
+
+def test_a_mask_that_is_known_is_read_in_each_trace():
+    x, whole = jnp.arange(16.0).reshape(4, 4), np.tril(np.ones((4, 4), bool))
+    with fo.use_implementation("native"):
+        for mask in (whole, whole & (np.arange(4) > 0)):  # the second one has an empty row
+            f = functools.partial(lambda mask, x: jax.nn.softmax(jnp.where(mask, x, -1e9)), mask)
+            for _ in range(2):
+                np.testing.assert_allclose(jax.jit(fo.autofuse(f))(x), f(x), rtol=1e-6)
+
+
+def test_equations_keep_scopes_and_lines():
+    def f(x):
+        with jax.named_scope("one"):
+            y = jnp.sin(x)
+        with jax.named_scope("two"):
+            return jax.nn.softmax(y)
+
+    def in_all(x):
+        with jax.named_scope("all"):
+            return fo.autofuse(f)(x)
+
+    with fo.use_implementation("native"):
+        sin, op = jax.make_jaxpr(in_all)(jnp.ones((3, 80))).eqns
+    for equation, scope in ((sin, "all/one"), (op, "all/two")):
+        assert str(equation.source_info.name_stack).startswith(scope)
+        assert "test_autofuse_tracing.py" in _compat.source_line(equation)
 
 
 def l2(x):

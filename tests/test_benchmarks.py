@@ -206,7 +206,7 @@ def test_random_calls_are_valid(op):
 
 
 def rows_of(job, options, tmp_path):
-    alone = job in ("fusing", "packing", "remat", "several")
+    alone = job in ("fusing", "packing", "remat", "several", "tracing")
     contenders = "" if alone else "--contenders ours plain"
     command = f"{job} --small --steps 1 {contenders} {options} --out {tmp_path}"
     __main__.main(command.split())
@@ -360,6 +360,11 @@ def test_first_calls_of_fusing(tmp_path):
     rows = rows_of("fusing", "--models models.decoder --first", tmp_path)
     assert [row["contender"] for row in rows] == ["plain", "autofuse"]
     assert all(row["call_ms"] > row["trace_ms"] > 0 for row in rows)
+
+
+def test_tracing(tmp_path):
+    (row,) = rows_of("tracing", "--programs MLP --contenders new --traces 1", tmp_path)
+    assert all(row[f"{key}_ms"] > 0 for key in ("first_forward", "first_step", "forward", "step"))
 
 
 def test_attention(tmp_path):

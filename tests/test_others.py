@@ -83,6 +83,8 @@ def test_rows_after_errors_and_interruptions(tmp_path, monkeypatch, capsys):
     assert run([begun, late], more=["--budget", "0"]) == []
     assert run([begun, mlp], [regression], more=["--add"]) == [mlp, regression]
     assert "no time for MLP, logistic regression" in capsys.readouterr().out
+    timed = mlp | {"plain_step_ms": [1.0, 1.0]}
+    assert run([timed | {"stage": "tuning"}, late], [regression]) == [timed, regression]
     with pytest.raises(SystemExit, match="too long"):
         run([late])
 

@@ -14,10 +14,11 @@ arguments in new memory. A program whose compiled text has no kernel of this pac
 it, ``first_call_s`` of the first trace, the compilation next to others, and the first run, and
 ``tune_s`` of traces that tune.
 
-While one program is compiled, the next ones are built and traced. Then each is tuned, and then
-each is timed, while nothing else runs. A row is written as soon as its program was timed. A
-process of its own measures.
-If a program fails or takes longer than ``--limit``, its row says so, and a new process goes on.
+While one program is compiled, the next ones are built and traced. Then each is timed, tuned, and
+timed again with what was tuned, while nothing else runs. A row is written as soon as its program
+was timed. A process of its own measures.
+If a program fails or takes longer than ``--limit``, its row says so, and a new process goes on. A
+program that was timed, but not tuned, has a row without ``tune``.
 ``--budget`` stops in time, and ``--add`` goes on with what is missing in the file, and then with
 the rows that have errors.
 
@@ -79,7 +80,7 @@ def run(options) -> None:
             print(json.dumps(row), flush=True)
         return
     names = [n for n in options.only if options.group is None or n in _group(options.group)]
-    missing = [n for n in names if n in PACKAGES and not importlib.util.find_spec(PACKAGES[n][0])]
+    missing = [name for name in names if not installed(name)]
     for name in missing:
         print(f"left out: {name}, because {PACKAGES[name][0]} is not installed", flush=True)
     names = [name for name in names if name not in missing]
@@ -118,6 +119,7 @@ def rows(names: Sequence[str], options: Any) -> Iterator[dict]:
     while left:
         row, begin = {"program": "", "stage": "starting"}, time.monotonic()
         seconds: dict[str, float] = collections.defaultdict(float)  # that each program took so far
+        timed: dict[str, dict] = {}  # rows that are complete but for tuning
 
         def allowed() -> float:
             own = options.limit - seconds[row["program"]]  # noqa: B023
@@ -130,8 +132,14 @@ def rows(names: Sequence[str], options: Any) -> Iterator[dict]:
             seconds[row["program"]] += begin - before
             if "program" in found:
                 row = found
+                if "stage" in row and "plain_step_ms" in row:
+                    timed[row["program"]] = row
             elif "error" not in found:
                 yield found
+            elif timed:  # there was no time to tune, or that failed
+                for name, row in timed.items():
+                    left.remove(name)
+                    yield {k: v for k, v in row.items() if k != "stage"}
             elif begin > end - 1:
                 print(f"no time for {', '.join(left)}", flush=True)
                 return
@@ -141,7 +149,21 @@ def rows(names: Sequence[str], options: Any) -> Iterator[dict]:
                 row["error"] = f"{row.pop('stage')}: {found['error']}"
             if "stage" not in row and row["program"] in left:
                 left.remove(row["program"])
+                timed.pop(row["program"], None)
                 yield row
+
+
+def installed(name: str) -> bool:
+    """Whether the package of a program is installed."""
+    return name not in PACKAGES or bool(importlib.util.find_spec(PACKAGES[name][0]))
+
+
+def phase_of(program: Program, fuse: Callable, phase: str) -> tuple[Callable, Any, tuple]:
+    """The function of a phase, the types of its arguments, and which of them it takes over."""
+    if phase == "forward":
+        return program.evaluation(fuse), _like(program.inputs), ()
+    state = jax.eval_shape(program.state)
+    return program.step(fuse), _like((state, *program.batch)), (0,)
 
 
 def _group(name: str) -> dict:
@@ -197,6 +219,8 @@ class Prepared:
 
     def build(self) -> None:
         """In this thread: packages that import their parts late cannot do so in several."""
+        if hasattr(self, "program"):
+            return
         dtype = jnp.float32 if self.options.tiny else jnp.dtype(self.options.dtype).type
         begin = time.perf_counter()
         self.program = built(self.row["program"], self.options.tiny, dtype)
@@ -236,14 +260,9 @@ class Prepared:
 
     def _trace(self, fuse: Callable, phase: str) -> tuple[float, Any]:
         """A fresh trace of a phase, and its seconds."""
-        if phase == "forward":
-            function, args, donated = self.program.evaluation(fuse), self.program.inputs, ()
-        else:
-            state = jax.eval_shape(self.program.state)
-            function, args, donated = self.program.step(fuse), (state, *self.program.batch), (0,)
+        function, args, donated = phase_of(self.program, fuse, phase)
         # JAX knows the traces of a function that it has seen.
         jitted = jax.jit(lambda *args: function(*args), donate_argnums=donated)
-        args = _like(args)
         return _timed(lambda: jitted.trace(*args))
 
     def wait(self) -> None:
@@ -260,9 +279,9 @@ class Prepared:
 
     def time(self) -> None:
         """Times all contenders twice, with the arguments in new memory."""
-        for _ in range(2):
-            for (name, phase), ms in times(self._calls(), self.options).items():
-                self.row.setdefault(f"{name}_{phase}_ms", []).append(ms)
+        measured = [times(self._calls(), self.options) for _ in range(2)]
+        for name, phase in measured[0]:
+            self.row[f"{name}_{phase}_ms"] = [ms[name, phase] for ms in measured]
 
     def _calls(self) -> dict[tuple[str, str], Callable]:
         """Puts the arguments on the device, and runs each program once, a step from one state."""
@@ -308,20 +327,31 @@ def measure(options: Any) -> Iterator[dict]:
     """The rows of programs. A row with a ``stage`` is of a program that it begins to work on."""
     softmax = jax.jit(fo.autofuse(jax.nn.softmax))  # the first trace builds the patterns
     yield {"first_trace_s": _timed(lambda: softmax.lower(jnp.ones((2, 2))))[0]}
-    for first in range(0, len(options.only), options.together):
-        # One worker: of two compilations at once, XLA measures the variants of both badly.
-        with ThreadPoolExecutor(1) as pool:
-            yield from _measured(options.only[first : first + options.together], options, pool)
+    # One worker: of two compilations at once, XLA measures the variants of both badly.
+    with ThreadPoolExecutor(1) as pool:
+        left = [Prepared(name, options, pool) for name in options.only]
+        while left:
+            now, left = left[: options.together], left[options.together :]
+            yield from _measured(now, left[: options.together], options)
 
 
-def _measured(names: Sequence[str], options: Any, pool: ThreadPoolExecutor) -> Iterator[dict]:
-    """The rows of programs that are compiled at the same time, and timed one after the other."""
-    stages = {"building": Prepared.build, "tracing": Prepared.compile, "compiling": Prepared.wait}
+def _measured(prepared: list[Prepared], later: Sequence[Prepared], options: Any) -> Iterator[dict]:
+    """The rows of programs that are compiled at the same time, and timed one after the other.
+
+    Meanwhile, those that come ``later`` are built.
+    """
+
+    def wait(one: Prepared) -> None:
+        for other in later:
+            with contextlib.suppress(Exception):  # it is built again when it is its turn
+                other.build()
+        one.wait()
+
+    stages = [("building", Prepared.build), ("tracing", Prepared.compile), ("compiling", wait)]
+    stages += [("timing", Prepared.time)]
     if options.tune:
-        stages |= {"tuning": Prepared.tune}
-    stages |= {"timing": Prepared.time}
-    prepared = [Prepared(name, options, pool) for name in names]
-    for stage, work in stages.items():
+        stages += [("tuning", Prepared.tune), ("timing", Prepared.time)]
+    for place, (stage, work) in enumerate(stages):
         for one in list(prepared):
             yield one.row | {"stage": stage}
             try:
@@ -330,7 +360,7 @@ def _measured(names: Sequence[str], options: Any, pool: ThreadPoolExecutor) -> I
             except Exception as error:
                 text = f"{type(error).__name__}: {str(error)[:300]}"
                 one.row |= {"error": f"{stage}: {text}"}
-            if stage == "timing" or "error" in one.row:
+            if place == len(stages) - 1 or "error" in one.row:
                 yield one.row
                 prepared.remove(one)  # frees its arrays
 

@@ -70,7 +70,7 @@ class AttentionRule(Rule):
         for v in inner - {value}:
             if v.is_used_outside(nodes):
                 raise _Near(v, USED)
-            if v.dtype.itemsize < dtype.itemsize:
+            if v.is_narrower_than(dtype):
                 raise _Near(v, f"{v.dtype} is narrower than the result's {dtype}")
         if drop is not None and not self.search.dropout:
             raise _Near(value, "it has dropout: pass dropout=True; its masks are others")

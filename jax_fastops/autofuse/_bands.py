@@ -13,7 +13,8 @@ import numpy as np
 
 from jax_fastops.autofuse import _numpy
 from jax_fastops.autofuse._masks import elements_of, is_fill, name_of
-from jax_fastops.autofuse._value import View, iota_wraps
+from jax_fastops.autofuse._meaning import iota_wraps
+from jax_fastops.autofuse._value import View
 
 
 class Band(NamedTuple):

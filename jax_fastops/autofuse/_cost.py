@@ -20,9 +20,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from jax_fastops.autofuse._meaning import REDUCTIONS, VIEWS
 from jax_fastops.autofuse._regions import PRODUCTS, Region, is_local
 from jax_fastops.autofuse._rule import Rewrite
-from jax_fastops.autofuse._value import REDUCTIONS, VIEWS, Node, Value
+from jax_fastops.autofuse._value import Node, Value
 
 _SHORT_ROW = 8192  # elements up to which XLA holds a row in one block
 _CACHE = 32 << 20  # bytes of a sample that stay in the L2 cache

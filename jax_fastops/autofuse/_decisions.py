@@ -63,10 +63,18 @@ _lock = threading.Lock()
 # The verdicts on regions by their structures, times and platforms.
 _decided: dict[tuple, Verdict | None] = {}
 _UNKNOWN: Any = object()
+_cleared = 0  # how often
+
+
+def state() -> tuple[Any, ...]:
+    """What verdicts depend on, besides regions and JAX's settings."""
+    return lowering_platform(), _tune.why_not(), directory(), len(_known), _cleared
 
 
 def clear() -> None:
     """Forgets what this process has measured or read."""
+    global _cleared
+    _cleared += 1
     _known.clear()
     _decided.clear()
     _was_there.cache_clear()

@@ -16,6 +16,7 @@ from jax_fastops.autofuse._value import Value, View
 from jax_fastops.dropout import dropout
 from jax_fastops.softmax import softmax
 
+_COMPARED = {"lt", "le", "gt", "ge", "floor"}  # what makes a mask of random numbers
 # From random bits to a number.
 _STEPS = ELEMENTWISE | {"bitcast_convert_type": lambda params, x: x.view(params["new_dtype"])}
 
@@ -90,9 +91,10 @@ def _examined(value: Value, shared: bool = False) -> tuple[Value | None, Drop | 
                 return mask.value, drawn
             if mask.value.shape != value.shape and not shared:
                 return mask.value, "one number of its mask is for several elements; XLA fuses it"
-            if not mask.value.leads_only_to(masked):
+            bits, probability = drawn
+            if not bits.leads_only_to(masked) or _is_drawn_again(bits):
                 return mask.value, "the mask is used elsewhere"  # which would have another mask
-            key, probability = drawn
+            key = bits.node.inputs[0]
             probability = probability if keep else 1 - probability
             reason = f"its factor is not 1 / {probability:.6g}, the inverse of what it keeps"
             for own, inner in _scaled(x):
@@ -104,6 +106,21 @@ def _examined(value: Value, shared: bool = False) -> tuple[Value | None, Drop | 
                     reason = "its array is cast or broadcast between the factor and the mask"
             return mask.value, reason
     return None, None
+
+
+def _is_drawn_again(bits: Value) -> bool:
+    """Whether the program draws the same bits once more, and not to mask an array."""
+    for node in bits.node.inputs[0].users:
+        value = node.outputs[0] if node.name == "random_bits" else bits
+        if value is bits or value.shape != bits.shape:
+            continue
+        is_mask = False
+        while not is_mask or value.node.name not in ("select_n", "mul"):
+            is_mask = is_mask or value.node.name in _COMPARED
+            if value.is_result or len(value.users) != 1 or not value.users[0].outputs:
+                return True
+            value = value.users[0].outputs[0]
+    return False
 
 
 def _scaled(value: Value) -> Iterator[tuple[float, Value]]:
@@ -140,7 +157,7 @@ def _two(view: View, depth: int = 8) -> tuple[View, Any, Any] | None:
     view = view.source()
     value, node = view.value, view.value.node
     view = View(value, view.map)
-    if node.name in ("lt", "le", "gt", "ge"):
+    if node.name in _COMPARED - {"floor"}:
         return view, np.bool_(False), np.bool_(True)
     if node.name == "floor":  # of a number from 0 to 2
         return view, np.zeros((), value.dtype), np.ones((), value.dtype)
@@ -158,7 +175,7 @@ def _two(view: View, depth: int = 8) -> tuple[View, Any, Any] | None:
 
 
 def _probability(mask: Value) -> tuple[Value, float] | str | None:
-    """The key of a random mask, and the probability that an element is True or 1."""
+    """The bits that a random mask is made of, and the probability that an element is True or 1."""
     node = mask.node
     if node.name == "floor":  # of the sum of a random number and the probability
         node = node.inputs[0].source().value.node
@@ -166,18 +183,18 @@ def _probability(mask: Value) -> tuple[Value, float] | str | None:
             return None
     first, second = node.inputs
     for drawn, limit in ((first, second), (second, first)):
-        if drawn.shape != mask.shape or (key := _uniform(drawn)) is None:
+        if drawn.shape != mask.shape or (bits := _uniform(drawn)) is None:
             continue
         if limit.number is None:
             return "its rate is not known when the function is traced"
         is_below = (node.name in ("lt", "le")) is (drawn is first)
         number = float(limit.number)
-        return key, number if is_below or node.name == "add" else 1 - number
+        return bits, number if is_below or node.name == "add" else 1 - number
     return None
 
 
 def _uniform(value: Value) -> Value | None:
-    """The key of numbers that are uniform in [0, 1)."""
+    """The random bits that numbers are made of, if these are uniform in [0, 1)."""
     source, chain = value.source().value, []
     while source.node.name != "random_bits":
         chain.append(source.node)
@@ -194,4 +211,4 @@ def _uniform(value: Value) -> Value | None:
     for step in reversed(chain):
         operands = (bits if v.number is None else v.number for v in step.inputs)
         bits = _STEPS[step.name](step.params, *operands)
-    return node.inputs[0] if np.allclose(bits, [0, 0.5, 1], atol=1e-6) else None
+    return source if np.allclose(bits, [0, 0.5, 1], atol=1e-6) else None

@@ -11,9 +11,10 @@ import jax
 import jax.core
 import jax.numpy as jnp
 from jax.extend import source_info_util
+from jax.extend.core import Literal
 
 from jax_fastops import _compat, _explain, _implementation
-from jax_fastops.autofuse import _tune
+from jax_fastops.autofuse import _kept, _tune
 from jax_fastops.autofuse._attention import AttentionRule
 from jax_fastops.autofuse._decisions import Verdict, verdicts
 from jax_fastops.autofuse._dropout import DropoutRule
@@ -41,11 +42,31 @@ class Plan:
     """What is replaced in a program."""
 
     def __init__(self, graph: Graph, settings: Settings):
-        self.search = Search(RULES, settings.dropout, settings.observe is not None)
         self.rewrites: list[Rewrite] = []
         self.replaced: dict[Value, Rewrite] = {}
         self.rule = settings.rule
         self.derivative = _derivative(graph) if settings.observe is not None else None
+        self.verdicts: dict[Rewrite, Verdict] = {}
+        self.why_not_tuned = _tune.why_not() if settings.tune else ""
+        self._chosen: dict[Rewrite, Any] = {}
+        key = functools.partial(_kept.key_of, graph, tuple(RULES), settings.dropout, settings.tune)
+        kept = _kept.found(key()) if settings.observe is None else None
+        if kept is not None:
+            self.search = Search((), settings.dropout, False, kept.programs)
+            for rewrite, chosen in kept.rewrites(graph):
+                self.replaced.update(dict.fromkeys(rewrite.results, rewrite))
+                self._chosen[rewrite] = chosen
+            self.rewrites += self._chosen
+        else:
+            self.search = Search(RULES, settings.dropout, settings.observe is not None)
+            graph.link()
+            self._find(graph, settings)
+            if settings.observe is None and (key_after := key()) is not None:
+                pairs = [(rewrite, self.chosen(rewrite)) for rewrite in self.rewrites]
+                _kept.keep(key_after, graph, pairs, self.search.programs)
+        self.reads = {v for rewrite in self.rewrites for v in rewrite.reads}
+
+    def _find(self, graph: Graph, settings: Settings) -> None:
         self._nodes = graph.nodes
         self._positions = {node: i for i, node in enumerate(graph.nodes)}
         for node in graph.nodes:  # in order, because a value depends on those before it
@@ -66,11 +87,8 @@ class Plan:
                 needed.update(rewrite.reads)
             if stays:
                 needed.update(node.inputs)
-        self.verdicts: dict[Rewrite, Verdict] = {}
-        self.why_not_tuned = _tune.why_not() if settings.tune else ""
         if self.rewrites and _implementation.current() == "auto":
             self._decide(graph, settings.tune)
-        self.reads = {v for rewrite in self.rewrites for v in rewrite.reads}
 
     def _decide(self, graph: Graph, tune: bool) -> None:
         """Decides on the matches by their regions, and leaves those that take no kernel."""
@@ -81,6 +99,7 @@ class Plan:
         of_ops = [rewrite for rewrite in self.rewrites if calls_op(rewrite.call)]
         self.verdicts = verdicts(graph, of_ops, program, tune)
         for rewrite, (chosen, reason) in self.verdicts.items():
+            self._chosen[rewrite] = chosen
             choices = zip((chosen.forward, chosen.step), takes_kernel(rewrite.call), strict=True)
             if not any(table if choice is None else choice for choice, table in choices):
                 self.search.misses.append(Miss(rewrite.name, rewrite.root, reason))
@@ -90,8 +109,7 @@ class Plan:
 
     def chosen(self, rewrite: Rewrite) -> Any:
         """What the region of a match takes, or ``None`` if the table decides."""
-        verdict = self.verdicts.get(rewrite)
-        return None if verdict is None else verdict.chosen
+        return self._chosen.get(rewrite)
 
     def _reads_own_result(self, rewrite: Rewrite) -> bool:
         """Whether an operand of the call depends on a result of it, which is then a miss."""
@@ -99,14 +117,26 @@ class Plan:
         others = [v for v in others if v.node is not NO_EQUATION]  # that the program needs
         if not others:
             return False
-        depends, effects = set(others), False
-        # What depends on the others comes after them, and operands come before the root.
-        first = min(self._positions[v.node] for v in others)
-        for node in self._nodes[first : self._positions[root.node]]:
-            affected = effects and node.equation.effects
-            if affected or not depends.isdisjoint(node.inputs):
-                depends.update(node.outputs)
-                effects = effects or bool(node.equation.effects)
+        # What depends on the others comes after them, and operands come before the root. But a
+        # later call may have results before it, which then depend on all that it reads.
+        depends, end = set(others), self._positions[root.node]
+        nodes = self._nodes[min(self._positions[v.node] for v in others) : end]
+        calls = [
+            call
+            for call in self.rewrites
+            if any(self._positions.get(v.node, end) < end for v in call.results)
+        ]
+        if calls:
+            depends, nodes = set(rewrite.results), self._nodes
+        size = 0
+        while size < len(depends):
+            size = len(depends)
+            for node in nodes:  # effects keep their place among the others
+                if node.equation.effects or not depends.isdisjoint(node.inputs):
+                    depends.update(node.outputs)
+            for call in calls:
+                if not depends.isdisjoint(call.reads):
+                    depends.update(call.results)
         if depends.isdisjoint(rewrite.reads):
             return False
         self.search.misses.append(Miss(rewrite.name, root, "an operand depends on another result"))
@@ -188,7 +218,7 @@ class Settings(NamedTuple):
 
 def fused(jaxpr, constants: Sequence[Any], args: Sequence[Any], settings: Settings) -> list:
     """The results of a program, with the calls of ops in place of patterns."""
-    graph = Graph(jaxpr, constants)
+    graph = Graph(jaxpr, constants, link=False)
     plan = Plan(graph, settings)
     if settings.observe is not None:
         settings.observe(plan)
@@ -203,6 +233,9 @@ class _Run:
         self._arrays = graph.constants | dict(zip(graph.operands, args, strict=True))
         self._steps: dict[Value, Node] = {}  # that makes a value
         self._copies: dict[Value, Any] = {}  # of results that the op gives twice
+        self._evaluated: set[Node] = set()
+        # Without derivatives, a trace takes equations as they are.
+        self._trace = _compat.recorder()
 
     def results(self) -> list:
         replaced = self._plan.replaced
@@ -211,7 +244,8 @@ class _Run:
             for value in needed:
                 if value in replaced:
                     self._compute(value)
-            if step.equation.effects or any(v not in replaced for v in needed):
+            stays = step.equation.effects or any(v not in replaced for v in needed)
+            if stays and step not in self._evaluated:
                 self._evaluate(step)
         return [self._read(v) for v in self._graph.results]
 
@@ -259,9 +293,8 @@ class _Run:
             for v, number in zip(rewrite.reads, numbers, strict=True)
         ]
         root = rewrite.root
-        with _explain.at(lambda: root.line), _scope(self._steps[root]):
-            twice = rewrite.fanout and self._needed[root] == 2
-            y, *others = self._results(rewrite, given, twice)
+        twice = rewrite.fanout and self._needed[root] == 2
+        y, *others = self._results(rewrite, given, twice)
         if twice:
             self._copies[root] = others.pop(0)
         for value, result in zip(rewrite.results, (y, *others), strict=False):
@@ -272,27 +305,59 @@ class _Run:
 
     def _results(self, rewrite: Rewrite, given: Sequence[Any], twice: bool) -> Sequence[Any]:
         """The results of a call, by its traced program if that is for just these types."""
-        chosen = self._plan.chosen(rewrite)
+        root, chosen = rewrite.root, self._plan.chosen(rewrite)
+        stack = _scope(self._steps[root], own=True)
         program = self._plan.search.program(rewrite.call, rewrite.reads, twice, chosen)
+        program = None if isinstance(program, str) or _explain.is_on() else program
+        if program is not None and self._trace is not None and _is_recordable(program):
+            if _compat.is_recorded(self._trace, program.jaxpr.invars, given):
+                source = root.node.equation.source_info.replace(name_stack=stack)
+                return _recorded(self._trace, program.jaxpr, given, source)
         types = [jax.typeof(x) for x in given]
-        if isinstance(program, str) or program.in_avals != types or _explain.is_on():
+        with _explain.at(lambda: root.line), source_info_util.set_name_stack(stack):
+            if program is not None and program.in_avals == types:
+                return _inlined(program)(*given)
             with _implementation.use_chosen(chosen):
                 return rewrite.call(*given, fanout=twice)
-        return _inlined(program)(*given)
 
     def _evaluate(self, step: Node) -> None:
+        self._evaluated.add(step)
         args = [self._read(v) for v in step.operands]
-        equation = step.equation
-        with _scope(step, own=False):
-            if equation.primitive.name == "shard_map":
-                results = _sharded(equation, args, self._settings)
-            else:
-                if _has_bodies(step):
-                    equation = _with_fused_bodies(equation, self._settings)
-                results = bind(equation, args)
+        equation, stack = step.equation, _scope(step)
+        sharded = equation.primitive.name == "shard_map"
+        if _has_bodies(step) and not sharded:
+            with source_info_util.set_name_stack(stack):
+                equation = _with_fused_bodies(equation, self._settings)
+        recorded = self._trace is not None and not equation.effects and not sharded
+        if recorded and _compat.is_recorded(self._trace, equation.invars, args):
+            source = equation.source_info
+            source = source.replace(name_stack=stack + source.name_stack)
+            results = _compat.record(self._trace, equation, args, source)
+        else:
+            with source_info_util.set_name_stack(stack):
+                run = functools.partial(_sharded, settings=self._settings) if sharded else bind
+                results = run(equation, args)
         for value, result in zip(step.outputs, results, strict=True):
             if value not in self._plan.replaced:
                 self._arrays[value] = result
+
+
+def _recorded(trace, jaxpr, args: Sequence[Any], source) -> list:
+    """The results of a program whose equations a trace records."""
+    arrays = dict(zip(jaxpr.invars, args, strict=True))
+    for equation in jaxpr.eqns:
+        given = [None if isinstance(x, Literal) else arrays[x] for x in equation.invars]
+        stack = source.name_stack + equation.source_info.name_stack
+        results = _compat.record(trace, equation, given, source.replace(name_stack=stack))
+        arrays.update(zip(equation.outvars, results, strict=True))
+    return [arrays[x] for x in jaxpr.outvars]
+
+
+def _is_recordable(program) -> bool:
+    """Whether all results are made by equations without effects."""
+    jaxpr = program.jaxpr
+    literals = any(isinstance(x, Literal) for x in jaxpr.outvars)
+    return not (program.consts or jaxpr.effects or literals)
 
 
 @functools.lru_cache(1024)
@@ -302,13 +367,12 @@ def _inlined(program: Any) -> Callable[..., list]:
     return jax.jit(run, inline=_compat.INLINE)
 
 
-def _scope(step: Node, own: bool = True):
-    """A context with the names of the scopes of a step. ``bind`` adds its own ones."""
-    equations = (*reversed(step.callers), *([step.equation] if own else []))
+def _scope(step: Node, own: bool = False):
+    """The names of the scopes around a step, or of the step."""
     stack = source_info_util.current_name_stack()
-    for equation in equations:
+    for equation in (*reversed(step.callers), *([step.equation] if own else [])):
         stack += equation.source_info.name_stack
-    return source_info_util.set_name_stack(stack)
+    return stack
 
 
 def _with_fused_bodies(equation, settings: Settings):

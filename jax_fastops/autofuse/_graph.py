@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +16,8 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 from jax_fastops import _compat
-from jax_fastops.autofuse._value import LOCAL, Node, Value
+from jax_fastops.autofuse._meaning import LOCAL
+from jax_fastops.autofuse._value import Node, Value
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 
@@ -51,6 +54,7 @@ def _nodes_of(step: Node) -> list[Node]:
     product.outputs = [Value(step.inputs[0].aval.update(dtype=step.outputs[0].dtype), product)]
     product.outputs[0].is_array = False
     step.name, step.params, step.inputs = "reduce_sum", {"axes": left}, product.outputs
+    step.code = None
     return [product, step]
 
 
@@ -80,7 +84,7 @@ def _swap_operands(node: Node) -> None:
     turned = (*range(free, rank), *range(free))
     moved, only = tuple(node.params["permutation"]), node.inputs[0].users == [node]
     if moved == turned and only and not any(batch):
-        node.name, node.inputs = product.name, [b, a]
+        node.name, node.inputs, node.code = product.name, [b, a], None
         node.params = {**product.params, "dimension_numbers": ((right, left), batch)}
 
 
@@ -152,13 +156,28 @@ class Graph:
       operands: the values of the arguments.
       results: the values that the program returns.
       constants: the arrays of the values that are known.
+      values: all values, except products that are summed. Each has its ``place`` in the list.
+      key: what the values are computed by, from which places. Equal programs have equal ones.
+        ``None`` if an equation has functions or programs that a rule may read.
+
+    ``link`` says whether to find the users of the values, which a search needs.
     """
 
-    def __init__(self, jaxpr, constants: Sequence[Any] = ()):
+    def __init__(self, jaxpr, constants: Sequence[Any] = (), link: bool = True):
         self.nodes: list[Node] = []
         self.constants: dict[Value, Any] = {}
-        self.operands = [Value(v.aval) for v in jaxpr.invars]
+        self.values: list[Value] = []
+        self._key: list[Any] = []
+        self._is_plain = not jaxpr.effects
+        self.operands = [self._placed(Value(v.aval)) for v in jaxpr.invars]
+        self._key += [v.aval for v in jaxpr.invars]
         self.steps, self.results = self._enter(jaxpr, self.operands, constants, ())
+        self.key = (*self._key, *[v.place for v in self.results]) if self._is_plain else None
+        if link:
+            self.link()
+
+    def link(self) -> None:
+        """Finds the users of each value, which a search needs."""
         for value in self.results:
             value.is_result = True
         # A node whose own results have no use does not count.
@@ -169,10 +188,19 @@ class Graph:
         for node in self.nodes:
             _swap_operands(node)
 
+    def _placed(self, value: Value) -> Value:
+        value.place = len(self.values)
+        self.values.append(value)
+        return value
+
     def _constant(self, aval, x) -> Value:
-        value = Value(aval, number=_scalar(x))
-        value.array = x if _is_known(x) else None
+        value = self._placed(Value(aval, number=_scalar(x)))
+        value._array = x if _is_known(x) else None
         self.constants[value] = x
+        number = value.number if value.number is None else value.number.tobytes()
+        self._key.append(
+            (value.shape, value.dtype, number, aval if number is None else aval.weak_type)
+        )
         return value
 
     def _enter(
@@ -191,15 +219,65 @@ class Graph:
         steps = []
         for equation in jaxpr.eqns:
             inputs = [of(a) for a in equation.invars]
+            step = Node(equation, inputs, callers)
             if _is_call(equation):
-                step = Node(equation, inputs, callers)
                 function, inner_constants = opened(equation.params["jaxpr"])
                 inside = (equation, *callers)
                 step.body, step.outputs = self._enter(function, inputs, inner_constants, inside)
             else:
-                step = Node(equation, inputs, callers)
-                step.outputs = [Value(v.aval, step) for v in equation.outvars]
+                step.outputs = [self._placed(Value(v.aval, step)) for v in equation.outvars]
+                number = number_of(equation)
+                self._is_plain = self._is_plain and number is not None
+                self._key.append((number, *[v.place for v in inputs]))
+                if step.name != "custom_jvp_call":  # JAX may refuse its rule under some settings
+                    step.code = number
                 self.nodes += _nodes_of(step)
             values.update(zip(equation.outvars, step.outputs, strict=True))
             steps.append(step)
         return steps, [of(a) for a in jaxpr.outvars]
+
+
+# No rule reads their bodies.
+_OPAQUE = {"scan", "while", "cond", "checkpoint", "remat2"}
+_numbers: dict[tuple, int] = {}
+# Of functions, weakly: the user's are not kept alive.
+_functions: weakref.WeakKeyDictionary[Callable, int] = weakref.WeakKeyDictionary()
+_count = itertools.count()
+
+
+def number_of(equation) -> int | None:
+    """A number for what an equation computes, the same for equal ones.
+
+    ``None`` if it is not only numbers, shapes and types.
+    """
+    primitive, params = equation.primitive, equation.params
+    if primitive.name in _OPAQUE:
+        key = primitive, bool(equation.effects), *[v.aval for v in equation.outvars]
+    elif primitive.name == "custom_jvp_call":
+        rule = _compat.derivative_rule(equation)
+        if rule is None:
+            return None
+        function = _functions.setdefault(rule[0], next(_count))
+        key = primitive, function, *rule[1:], *[v.aval for v in equation.invars]
+    else:
+        key = primitive, *params.items()
+        if "fill_value" in params:  # 0, -0.0 and False are equal, and NaN is not
+            key = *key, str(params["fill_value"])
+    try:
+        number = _numbers.get(key)
+    except TypeError:  # an array, for example
+        return None
+    if number is None:
+        given = (x for v in params.values() for x in (v if isinstance(v, tuple) else (v,)))
+        if primitive.name not in (*_OPAQUE, "custom_jvp_call") and any(map(_is_program, given)):
+            return None
+        if len(_numbers) > 1 << 16:
+            _numbers.clear()
+        number = _numbers[key] = next(_count)
+    return number
+
+
+def _is_program(x: Any) -> bool:
+    """Whether a parameter is a program, or a function that may be a new one in each trace."""
+    is_local = callable(x) and "<locals>" in getattr(x, "__qualname__", "<locals>")
+    return is_local or hasattr(x, "jaxpr") or hasattr(x, "eqns")

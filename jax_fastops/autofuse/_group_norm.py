@@ -26,11 +26,12 @@ from jax_fastops._activations import ACTIVATIONS
 from jax_fastops._settings import fixed
 from jax_fastops.autofuse._graph import Graph
 from jax_fastops.autofuse._match import Matcher, State
+from jax_fastops.autofuse._meaning import FUSIBLE
 from jax_fastops.autofuse._pattern import MAX_RANK, PATTERNS, Compiler, Formula, Pattern, formulas
 from jax_fastops.autofuse._pattern_rule import kinds_of, operations_of
 from jax_fastops.autofuse._patterns import FORMS, absences, affine, moments
 from jax_fastops.autofuse._rule import ROW, Miss, Read, Rewrite, Rule, visible
-from jax_fastops.autofuse._value import FUSIBLE, USED, Node, Value, View
+from jax_fastops.autofuse._value import USED, Node, Value, View
 from jax_fastops.group_norm import group_norm
 
 # ---- patterns ------------------------------------------------------------------------------------
@@ -267,7 +268,7 @@ class GroupNormRule(Rule):
         misses = self.search.misses  # without what is nearly this norm
         misses[:] = [m for m in misses if m.name != "group_norm" or m.seen.isdisjoint(norm.inner)]
         for v in inner:
-            if v.is_floating and v.dtype.itemsize < value.dtype.itemsize:
+            if v.is_narrower_than(value.dtype):
                 reason = f"{v.dtype} is narrower than the result's {value.dtype}"
                 return self.miss(name, v, reason, is_part=True)
             if v is not value and v.size >= value.size and v.is_used_outside(nodes):

@@ -105,9 +105,11 @@ def _is_used_by(value: Value, names: Container[str]) -> bool:
 def _users(value: Value) -> Iterator[Node]:
     """Users of the value, looking through a transpose that feeds only dot products."""
     for user in value.users:
-        after = user.outputs[0]
-        products = not after.is_result and all(u.name in _PRODUCT for u in after.users)
-        yield from after.users if user.name == "transpose" and products else [user]
+        turned = user.outputs[0] if user.name == "transpose" else None
+        if turned is None or turned.is_result or any(u.name not in _PRODUCT for u in turned.users):
+            yield user
+        else:
+            yield from turned.users
 
 
 def _views(source: Value, array: np.ndarray) -> Iterator[tuple[Value, np.ndarray]]:

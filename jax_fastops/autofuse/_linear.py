@@ -17,12 +17,13 @@ import jax.numpy as jnp
 from jax_fastops import _implementation
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops.autofuse._losses import LossCall, with_factors
+from jax_fastops.autofuse._meaning import FUSIBLE
 from jax_fastops.autofuse._numpy import MOVES
 from jax_fastops.autofuse._one_hot import OneHotLossRule
 from jax_fastops.autofuse._pattern import near
 from jax_fastops.autofuse._pattern_rule import PatternRule
 from jax_fastops.autofuse._rule import Read, Rewrite, Rule
-from jax_fastops.autofuse._value import FUSIBLE, USED, Value, values_between
+from jax_fastops.autofuse._value import USED, Value, values_between
 
 _NAME = "linear_cross_entropy"
 _MAX_FACTORS = 4

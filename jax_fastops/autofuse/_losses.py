@@ -310,6 +310,10 @@ def _summed_or_nan(x, labels):
 _PICKS = {_summed: "eq", _summed_or_nan: "eq", _multiplied: "eq", _indexed: "gather concatenate"}
 
 
+_once = functools.cache(jax.jit)  # what several forms have is traced once
+
+
+@jax.jit
 def _log_sum(x):
     return jax.nn.logsumexp(x, axis=-1)
 
@@ -344,12 +348,12 @@ def _loss(
 
 def _loss_of_logsumexp(pick: Callable, losses: Callable, smoothed: bool = True) -> None:
     mean = (lambda x: _log_sum(x) - jnp.mean(x, -1)) if smoothed else None
-    _loss(lambda x, labels: _log_sum(x) - pick(x, labels), pick, losses, mean, OF_LOGSUMEXP)
+    _loss(lambda x, labels: _log_sum(x) - _once(pick)(x, labels), pick, losses, mean, OF_LOGSUMEXP)
 
 
 def _loss_of_log_softmax(function: Callable, pick: Callable, losses: Callable) -> None:
-    mean = lambda x: -jnp.mean(function(x), -1)  # noqa: E731
-    _loss(lambda x, labels: -pick(function(x), labels), pick, losses, mean)
+    mean = _once(lambda x: -jnp.mean(function(x), -1))
+    _loss(lambda x, labels: -_once(pick)(_once(function)(x), labels), pick, losses, mean)
 
 
 def _loss_of_shifted(top: Callable, pick: Callable, losses: Callable) -> None:
@@ -357,7 +361,7 @@ def _loss_of_shifted(top: Callable, pick: Callable, losses: Callable) -> None:
 
     def form(x, labels):
         x = x - top(x, -1, keepdims=True)
-        return jnp.log(jnp.sum(jnp.exp(x), -1)) - pick(x, labels)
+        return jnp.log(jnp.sum(jnp.exp(x), -1)) - _once(pick)(x, labels)
 
     _loss(form, pick, losses)
 

@@ -16,18 +16,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jax_fastops.autofuse._meaning import ELEMENTWISE, REDUCTIONS
 from jax_fastops.autofuse._pattern import Apply, Formula, Leaf, Multiple, Product, Sum, near
-from jax_fastops.autofuse._value import (
-    ELEMENTWISE,
-    REDUCTIONS,
-    Map,
-    Node,
-    Reduction,
-    Value,
-    View,
-    equal,
-    reductions,
-)
+from jax_fastops.autofuse._value import Map, Node, Reduction, Value, View, equal, reductions
 
 # A match in the tests has up to 95 values and 218 steps. A chain of thousands of sums ends here.
 _MAX_INNER, _MAX_STEPS = 200, 800

@@ -350,7 +350,7 @@ class OneHotLossRule(Rule):
                 return None
             inner += (value, *state.inner)
         for value in inner:
-            if value.is_floating and value.dtype.itemsize < root.dtype.itemsize:
+            if value.is_narrower_than(root.dtype):
                 return f"{value.dtype} is narrower than the result's {root.dtype}"
         nodes = {v.node for v in (*inner, root)}
         if any(v.is_used_outside(nodes) and v.size >= root.size for v in inner if v is not root):

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax_fastops import _compat
 from jax_fastops._settings import fixed
 from jax_fastops.autofuse._graph import Graph
-from jax_fastops.autofuse._value import ELEMENTWISE, REDUCTIONS, Map, Value, View, compose
+from jax_fastops.autofuse._meaning import ELEMENTWISE, REDUCTIONS
+from jax_fastops.autofuse._value import Map, Value, View, compose
 
 # What a leaf of the pattern is, by the name of the argument.
 KINDS = {

@@ -12,6 +12,7 @@ from jax_fastops.autofuse._dropout import drop_at
 from jax_fastops.autofuse._heads import joined
 from jax_fastops.autofuse._masks import masked
 from jax_fastops.autofuse._match import Matcher, State, matched
+from jax_fastops.autofuse._meaning import FUSIBLE, REDUCTIONS
 from jax_fastops.autofuse._pattern import (
     KINDS,
     MAX_RANK,
@@ -22,9 +23,8 @@ from jax_fastops.autofuse._pattern import (
 )
 from jax_fastops.autofuse._rule import ROW, Miss, Read, Rewrite, Rule, read_of
 from jax_fastops.autofuse._value import (
-    FUSIBLE,
+    MOST_BEFORE,
     NO_EQUATION,
-    REDUCTIONS,
     USED,
     Value,
     View,
@@ -141,6 +141,10 @@ class PatternRule(Rule):
             if all_tried:
                 return
         kinds, around = kinds_of(source), operations_of(before)
+        # The rows of a norm: without reductions, only they tell which axes may be its own.
+        around |= {("row", v.sizes[0]) for v in before if len(v.sizes) == 1}
+        if len(source.before) >= MOST_BEFORE:
+            around |= {("row", size) for size in value.sizes}
         found: list[tuple[int, Pattern, Sequence[int]]] = []
         for pattern in PATTERNS:
             # Most patterns are left by what they need, before they are traced.
@@ -189,6 +193,8 @@ class PatternRule(Rule):
         if "transpose" in around:  # the axes may have other numbers
             count = len(sizes) - 1 if pattern.over_others else 1
             return axes if {(name, count) for name in pattern.needs & REDUCTIONS} <= around else ()
+        if pattern.axes == "each" and not pattern.needs & REDUCTIONS:
+            return [i for i in axes if ("row", sizes[i]) in around]
         return [i for i in axes if pattern.reductions(len(sizes), i) <= around]
 
     @staticmethod
@@ -235,7 +241,7 @@ class PatternRule(Rule):
         """The rewrite, if nothing else needs what it replaces and the kernel takes the call."""
         inner = frozenset(state.inner)
         for v in inner:
-            if v.is_floating and v.dtype.itemsize < root.dtype.itemsize:
+            if v.is_narrower_than(root.dtype):
                 reason = f"{v.dtype} is narrower than the result's {root.dtype}"
                 return self._note(pattern.name, v, reason)
         nodes = {v.node for v in inner} | {root.node}

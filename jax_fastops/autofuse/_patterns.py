@@ -25,7 +25,10 @@ from jax_fastops.softmax import log_softmax, softmax
 
 # Forms of an activation, each with the operation that all programs with it have: first that of its
 # function. Activations that are not named here are traced for every program.
-_NEEDS = dict(gelu="tanh", gelu_exact="erfc", silu="logistic", relu="custom_jvp_call")
+_NEEDS = {
+    **dict(gelu="tanh", gelu_exact="erfc", mish="tanh", relu="custom_jvp_call"),
+    **dict(silu="logistic", quick_gelu="logistic"),
+}
 _OTHER_FORMS: dict[str, list[tuple[Callable, str]]] = {
     "gelu": [
         (
@@ -119,6 +122,9 @@ def moments(x, axes, form: str):
     return mean, jnp.maximum(var, 0.0) if form.endswith("positive") else var
 
 
+_moments = jax.jit(moments, static_argnums=(1, 2))  # the same in several forms, and traced once
+
+
 def needs_of(form: str) -> str:
     """The operations of a norm, whose variance may be of a form of ``moments``."""
     return "reduce_sum root" + " max" * form.endswith("positive")
@@ -149,7 +155,7 @@ def absences(*names: str) -> Iterator[dict[str, float]]:
 
 def _layer_norm(form: str, order: str) -> None:
     def function(x, scale, bias, eps, axis):
-        mean, var = moments(x, -1, form)
+        mean, var = _moments(x, -1, form)
         rows = _along(scale, x, axis), _along(bias, x, axis)
         return affine(x, mean, lax.rsqrt(var + eps), *rows, order)
 
@@ -190,7 +196,7 @@ def _channel_norm(form: str | None, order: str, activation: str | None) -> None:
     def function(x, *rest, axis):
         *rows, residual, eps = rest
         *given, scale, bias = (_along(v, x, axis) for v in rows)
-        mean, var = moments(x, _others(x, axis), form) if form else given
+        mean, var = _moments(x, _others(x, axis), form) if form else given
         y = affine(x, mean, lax.rsqrt(var + eps), scale, bias, order) + residual
         y = jax.nn.relu(y) if activation else y
         return (y, mean, var) if form else y

@@ -26,8 +26,9 @@ from jax.extend.core import Literal
 
 from jax_fastops import _compat
 from jax_fastops.autofuse._graph import Graph, bind, opened
+from jax_fastops.autofuse._meaning import LOCAL
 from jax_fastops.autofuse._rule import Rewrite
-from jax_fastops.autofuse._value import LOCAL, NO_EQUATION, Node, Value
+from jax_fastops.autofuse._value import NO_EQUATION, Node, Value
 
 # A match with one of these keeps whole arrays that the op does not. It is a region of its own.
 PRODUCTS = {"dot_general", "conv_general_dilated", "scan", "while", "cond"}
@@ -380,16 +381,23 @@ class _Regions:
 
     def _is_function(self, nodes: set[Node]) -> bool:
         """Whether no input depends on an output."""
-        positions = [self._positions[node] for node in nodes]
-        outside: set[Value] = set()
-        for node in self._graph.nodes[min(positions) : max(positions) + 1]:
-            depends = not outside.isdisjoint((*node.inputs, *node.operands))
-            if node in nodes:
-                if depends:
-                    return False
-            elif depends or any(v.node in nodes for v in (*node.inputs, *node.operands)):
-                outside.update(node.outputs)
+        level = max(self._levels[node] for node in nodes)  # what follows has no lower one
+        seen: set[Node] = set()  # after an output
+        left = list(nodes)
+        for node in left:
+            for user in _users(node):
+                if user in nodes:
+                    if node in seen:
+                        return False
+                elif user not in seen and self._levels[user] <= level:
+                    seen.add(user)
+                    left.append(user)
         return True
+
+
+def _users(node: Node) -> Iterator[Node]:
+    for value in node.outputs:
+        yield from value.users
 
 
 def _neighbors(node: Node) -> Iterator[Node]:

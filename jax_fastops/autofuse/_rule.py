@@ -183,11 +183,14 @@ class Rule:
 class Search:
     """The search of one program. A thorough one also notes what is only nearly a match."""
 
-    def __init__(self, rules: Sequence[type[Rule]], dropout: bool | str, thorough: bool):
+    def __init__(
+        self, rules: Sequence[type[Rule]], dropout: bool | str, thorough: bool,
+        programs: dict[tuple, Any] | None = None,
+    ):  # fmt: skip
         self.dropout: bool | str = dropout
         self.thorough: bool = thorough
         self.misses: list[Miss] = []
-        self._programs: dict[tuple, Any] = {}
+        self.programs: dict[tuple, Any] = {} if programs is None else programs
         # Each with what it said.
         self._rules: dict[type[Rule], tuple[Rule, dict[Value, Rewrite | None]]] = {
             rule: (rule(self), {}) for rule in rules
@@ -245,10 +248,10 @@ class Search:
         """
         types = tuple(_struct(v) for v in values)
         key = call, types, fanout, chosen
-        if key not in self._programs:
+        if key not in self.programs:
             with _implementation.use_chosen(chosen):
-                self._programs[key] = _trace(call, types, fanout)
-        return self._programs[key]
+                self.programs[key] = _trace(call, types, fanout)
+        return self.programs[key]
 
 
 def visible(aval) -> tuple:

@@ -25,9 +25,9 @@ from jax_fastops._arguments import placed, selected
 from jax_fastops._dispatch import lowering_platform
 from jax_fastops._settings import own_code
 from jax_fastops.autofuse._cost import traffic
+from jax_fastops.autofuse._meaning import LOCAL, REDUCTIONS
 from jax_fastops.autofuse._regions import KEPT, Region, has_products
 from jax_fastops.autofuse._rule import Rewrite
-from jax_fastops.autofuse._value import LOCAL, REDUCTIONS
 
 PHASES = "forward", "step"
 # A program has so many copies of a region that they move this many bytes. A launch takes longer

@@ -10,54 +10,28 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import re
-import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
-from jax_fastops import _compat, _patched
+from jax_fastops import _compat
 from jax_fastops.autofuse import _numpy
+from jax_fastops.autofuse._meaning import (
+    IN_NO_PATTERN,
+    derivative_rule,
+    iota_wraps,
+    long_axes,
+    meaning_of,
+)
 
 Map = tuple[Any, ...]  # of int | None
 
 # They give the number that they take, if their operand is one.
 _MOVED = {"broadcast_in_dim", "reshape", "squeeze", "copy", "stop_gradient", "pvary", "pcast"}
 _GIVES_NUMBER = _MOVED.union(_numpy.ELEMENTWISE)
-REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"}
-ELEMENTWISE = {
-    *("exp", "log", "tanh", "erf", "erfc", "logistic", "max", "min", "abs", "is_finite", "sign"),
-    *("select_n", "stop_gradient", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"),
-}
-FUSIBLE = ELEMENTWISE | {
-    *("add", "add_any", "sub", "mul", "div", "neg", "square", "sqrt", "rsqrt", "integer_pow"),
-    *("pow", "convert_element_type", "broadcast_in_dim", "clamp", "sin", "cos", "log1p", "expm1"),
-}
-VIEWS = {
-    *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "slice", "rev", "copy", "copy_p"),
-    *("convert_element_type", "pvary", "pcast", "bitcast_convert_type"),
-}
-# XLA fuses these with each other.
-LOCAL = FUSIBLE.union(
-    REDUCTIONS,
-    VIEWS,
-    ("transpose", "concatenate", "split", "pad", "iota", "reduce_prod", "argmax", "argmin"),
-    ("reduce_precision", "name"),
-    ("exp2", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "erf_inv", "cbrt"),
-    ("round", "floor", "ceil", "rem", "nextafter", "xor", "population_count"),
-    ("shift_left", "shift_right_logical", "shift_right_arithmetic"),
-)
-IN_NO_PATTERN = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call"}
-_MOST_BEFORE = 120
-# They do not change the values.
-_IGNORED_PARAMS = {
-    *("accuracy", "sharding", "out_sharding", "weak_type", "new_dtype"),
-    *("indices_are_sorted", "unique_indices"),
-}
+MOST_BEFORE = 120
 USED = "the value is used elsewhere"
 _IDENTITIES = [tuple(range(n)) for n in range(100)]
 
@@ -80,13 +54,13 @@ class Value:
       users: the equations that use it.
       is_result: whether it is a result of the program.
       is_array: whether the program has it. It has no product that a ``dot_general`` sums.
-      long: the dimensions whose size is not 1.
-      sizes: the sizes of these dimensions.
     """
 
-    array: Any = None  # if it is known when the program is traced
     is_array: bool = True
     is_result: bool = False
+    place: int = -1  # among the values of the program
+    is_read: bool = False  # whether a rule asked for the array
+    _array: Any = None
 
     def __init__(self, aval: Any, node: Node | None = None, number: np.ndarray | None = None):
         self.aval: Any = aval
@@ -94,13 +68,35 @@ class Value:
         self.users: list[Node] = []
         self.shape: tuple[Any, ...] = getattr(aval, "shape", ())
         self.dtype: Any = getattr(aval, "dtype", None)
-        self.is_floating: bool = _is_floating(self.dtype)
-        self.long: tuple[int, ...] = _long(self.shape)
-        self.sizes: tuple[Any, ...] = tuple([self.shape[i] for i in self.long])
-        self.identity: Map = _IDENTITIES[len(self.long)]
         self._sources: list[View | None] = [None, None]
         if node is None or node.name not in _GIVES_NUMBER:
             self.number = number
+
+    @functools.cached_property
+    def is_floating(self) -> bool:
+        """Whether its dtype is floating."""
+        return _is_floating(self.dtype)
+
+    @functools.cached_property
+    def long(self) -> tuple[int, ...]:
+        """The dimensions whose size is not 1."""
+        return _long(self.shape)
+
+    @functools.cached_property
+    def sizes(self) -> tuple[Any, ...]:
+        """The sizes of these dimensions."""
+        return tuple([self.shape[i] for i in self.long])
+
+    @functools.cached_property
+    def identity(self) -> Map:
+        """The map from these dimensions to themselves."""
+        return _IDENTITIES[len(self.long)]
+
+    @property
+    def array(self) -> Any:
+        """The array, if it is known when the program is traced."""
+        self.is_read = True
+        return self._array
 
     @property
     def size(self) -> int:
@@ -115,6 +111,10 @@ class Value:
     def is_plain(self) -> bool:
         """Whether its shape is static, and its dtype is not that of a Python number."""
         return self.is_static and not self.aval.weak_type
+
+    def is_narrower_than(self, dtype: Any) -> bool:
+        """Whether it is floating, with fewer digits or a smaller range than another dtype."""
+        return self.is_floating and self.dtype != dtype and self.dtype.itemsize <= dtype.itemsize
 
     @property
     def line(self) -> str:
@@ -153,7 +153,14 @@ class Value:
             number = None if self.number is None else self.number.tobytes()  # NaN is not NaN
             return _number_of((self.shape, self.dtype, number))
         place = node.outputs.index(self)
-        return _number_of((self.shape, self.dtype, place, node.name, node.plain_meaning))
+        if node.code is None:
+            return _number_of((self.shape, self.dtype, place, node.name, node.plain_meaning))
+        key = self.shape, self.dtype, place, node.name, node.code
+        if (number := _by_code.get(key)) is None:
+            if len(_by_code) > 1 << 16:
+                _by_code.clear()
+            _by_code[key] = number = _number_of((*key[:4], node.plain_meaning))
+        return number
 
     @functools.cached_property
     def before(self) -> dict[Value, int]:
@@ -173,7 +180,7 @@ class Value:
     @functools.cached_property
     def is_closed(self) -> bool:
         """Whether equal structures mean that a formula matches alike."""
-        whole = len(self.before) < _MOST_BEFORE
+        whole = len(self.before) < MOST_BEFORE
         return whole and all(v.node.name != "reshard" for v in self.before)
 
     def source(self, narrowing: bool = False) -> View:
@@ -232,7 +239,8 @@ class Value:
                 return operand if np.can_cast(operand.dtype, self.dtype) else None
             same = self.is_floating and operand.is_floating
             narrower = self.dtype.itemsize < operand.dtype.itemsize
-            wider = self.dtype.itemsize > operand.dtype.itemsize or self.dtype == operand.dtype
+            # The gradients of two uses are not to be added in 8 bits.
+            wider = self.dtype.itemsize > operand.dtype.itemsize > 1 or self.dtype == operand.dtype
             return operand if same and (wider or (narrowing and narrower)) else None
         unit = {"sub": 0, "div": 1}.get(name)
         if unit is not None and node.inputs[1].number == unit:
@@ -344,8 +352,10 @@ class Value:
         """Whether other nodes use the value, or a view of it."""
 
         def is_inside(user: Node) -> bool:
+            if len(user.outputs) != 1:
+                return False
             shown = user.outputs[0]
-            view = len(user.outputs) == 1 and self in shown.source().passed
+            view = self in shown.source().passed
             return view and shown is not self and not shown.is_used_outside(nodes)
 
         return self.is_result or any(u not in nodes and not is_inside(u) for u in self.users)
@@ -354,14 +364,14 @@ class Value:
         """Whether the value has no use but another one, through operations of one user each."""
         value = self
         while value is not end:
-            if value.is_result or len(value.users) != 1:
+            if value.is_result or len(value.users) != 1 or not value.users[0].outputs:
                 return False
             value = value.users[0].outputs[0]
         return True
 
 
 def values_before(
-    value: Value, ends: Container[str] = (), limit: int = _MOST_BEFORE
+    value: Value, ends: Container[str] = (), limit: int = MOST_BEFORE
 ) -> dict[Value, int]:
     """A value and those that it is computed from, the nearest first, with their places.
 
@@ -463,6 +473,8 @@ class View(NamedTuple):
     def source(self, narrowing: bool = False) -> View:
         """The view of the array of which the value is a view."""
         source = self.value.source(narrowing)
+        if self.map is self.value.identity:
+            return source
         return View(source.value, compose(self.map, source.map), source.passed)
 
     def step(self) -> View | None:
@@ -486,7 +498,10 @@ class Node:
       equation: the equation in the program, with these ``operands``.
       callers: the calls of functions that it is in, the innermost first.
       body: the nodes of the jitted function that it calls.
+      code: a number for its name and parameters, if it has one.
     """
+
+    code: int | None = None
 
     def __init__(self, equation: Any, inputs: Sequence[Value], callers: tuple[Any, ...]):
         self.equation: Any = equation
@@ -509,43 +524,22 @@ class Node:
     @functools.cached_property
     def meaning(self) -> tuple[Any, ...]:
         """The parameters, without those that depend on sizes."""
-        if not self.params:
-            return ()
-        params = None
-        if self.name in REDUCTIONS:
-            params = {"axes": _reduction(self).axes}
-        if self.name == "iota":
-            long = self.outputs[0].long
-            dimension = self.params["dimension"]
-            params = {"along": long.index(dimension) if dimension in long else None}
-            if iota_wraps(self.outputs[0]):
-                params["wraps"] = True
-        if self.name == "custom_jvp_call":
-            params = {"rule": _derivative_rule(self)}
-        if self.name == "gather" and (along := _picks(self)) is not None:
-            params = self.params
-            params = {"along": along, "fill": params["fill_value"], "mode": params["mode"]}
-        if params is not None:
-            return _text_of(tuple(params.items()))
-        items = tuple(self.params.items())
-        return _known_text(items) if self.name in LOCAL else _text_of(items)
+        return meaning_of(self) if self.params else ()
 
     @functools.cached_property
     def plain_meaning(self) -> tuple[Any, ...] | None:
-        """The meaning, if the parameters are numbers, and no functions or programs."""
-        if self.name != "custom_jvp_call":
-            for x in self.params.values():
-                for part in x if isinstance(x, tuple) else (x,):
-                    if callable(part) or hasattr(part, "jaxpr") or hasattr(part, "eqns"):
-                        return None
+        """The meaning, if the parameters are numbers, and no functions or programs.
+
+        That of a function with its own rule has all that this computes, with shapes and axes.
+        """
+        if self.name == "custom_jvp_call":
+            return *self.meaning, derivative_rule(self).whole
+        for x in self.params.values():
+            for part in x if isinstance(x, tuple) else (x,):
+                if callable(part) or hasattr(part, "jaxpr") or hasattr(part, "eqns"):
+                    return None
         return self.meaning
 
-
-def _text_of(params: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((k, str(v)) for k, v in params if k not in _IGNORED_PARAMS))
-
-
-_known_text = functools.lru_cache(4096)(_text_of)
 
 _numbers = itertools.count()
 
@@ -555,6 +549,8 @@ def _number(key: tuple) -> int:
     return next(_numbers)
 
 
+# The numbers of computations by the codes of nodes, which take less time than their meanings.
+_by_code: dict[tuple, int] = {}
 _number_of, _structure_of = (functools.lru_cache(1 << 16)(_number) for _ in range(2))
 
 
@@ -603,98 +599,5 @@ def reductions(node: Node) -> Iterator[Reduction]:
 
 
 def _reduction(node: Node) -> Reduction:
-    operand = node.inputs[0]
-    long = operand.long
-    axes = tuple(sorted(long.index(a) for a in node.params["axes"] if a in long))
+    operand, axes = node.inputs[0], long_axes(node)
     return Reduction(operand, axes, tuple(i for i in operand.identity if i not in axes))
-
-
-def iota_wraps(indices: Value) -> bool:
-    """Whether the dtype of an ``iota`` is too narrow for the largest number."""
-    size = indices.shape[indices.node.params["dimension"]]
-    integers = jnp.issubdtype(indices.dtype, jnp.integer)
-    return integers and isinstance(size, int) and size - 1 > jnp.iinfo(indices.dtype).max
-
-
-def _picks(node: Node) -> int | None:
-    """The dimension along which a gather picks one element for each index, or ``None``.
-
-    The other dimensions are those of the indices, in order. A dimension of size 1 may be a slice.
-    """
-    x, indices = node.inputs
-    numbers = node.params["dimension_numbers"]
-    index = numbers.start_index_map
-    if len(index) != 1 or index[0] not in x.long or any(n != 1 for n in node.params["slice_sizes"]):
-        return None
-    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    mapped = [(int(i), int(j)) for i, j in pairs if i in x.long]
-    others = [i for i in x.long if i != index[0]]
-    same = mapped == list(zip(others, indices.long, strict=False)) and len(mapped) == len(others)
-    if not same or len(indices.long) != len(others) or indices.shape[-1] != 1:
-        return None
-    return x.long.index(index[0])
-
-
-# ---- derivative rules ----------------------------------------------------------------------------
-
-# By the function, weakly: the cache keeps no function of the user alive.
-_rules: weakref.WeakKeyDictionary[Callable, dict[tuple, str]] = weakref.WeakKeyDictionary()
-
-
-def _derivative_rule(node: Node) -> str:
-    """The value and derivative of a function with its own rule, as text without shapes."""
-    given = _compat.derivative_rule(node.equation)
-    if given is None:
-        return _traced_rule(node)
-    known = _rules.setdefault(given[0], {})
-    key = *given[1:], *((v.shape, v.dtype) for v in node.inputs), _compat.x64_is_on()
-    if (text := known.get(key)) is None:
-        text = _traced_rule(node)
-        if not text.startswith("unknown"):  # under other settings it may be one of ours
-            known[key] = text
-    return text
-
-
-def _traced_rule(node: Node) -> str:
-    def call(*args):
-        primitive = node.equation.primitive
-        subfunctions, params = _compat.bind_params(primitive, node.params)
-        return primitive.bind(*subfunctions, *args, **params)
-
-    x = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in node.inputs]
-    try:
-        # JAX keeps this trace for the user's gradient: it is under the user's checks of promotion.
-        with _patched.off(), jax.disable_jit(False):
-            return _text(jax.make_jaxpr(lambda x, t: jax.jvp(call, x, t))(x, x).jaxpr)
-    except Exception:  # whatever the rule raises, it is not one of ours
-        return f"unknown {id(node)}"
-
-
-def _text(jaxpr) -> str:
-    """A program without shapes. A broadcast number counts as the number: `vmap` broadcasts it."""
-    names = {v: f"operand {i}" for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
-    numbers, lines = set(), []
-
-    def name(atom):
-        return str(np.asarray(atom.val).tolist()) if isinstance(atom, Literal) else names[atom]
-
-    for equation in jaxpr.eqns:
-        operands = [name(x) for x in equation.invars]
-        outs = equation.outvars
-        names |= {v: f"result {i} of {len(lines)}" for i, v in enumerate(outs)}
-        first = equation.invars[0] if equation.invars else None
-        if equation.primitive.name == "broadcast_in_dim" and (
-            isinstance(first, Literal) or first in numbers
-        ):
-            names[outs[0]] = operands[0]
-            numbers.add(outs[0])
-        else:
-            lines.append((_without_shapes(str(equation)), operands))
-    return str((lines, [name(v) for v in jaxpr.outvars]))
-
-
-def _without_shapes(text: str) -> str:
-    """The text without shapes, meshes and line breaks, whose positions depend on shapes."""
-    text = re.sub(r"ctx_mesh=\w*Mesh\(([^()]|\([^()]*\))*\)", "", text)
-    text = re.sub(r"\b[a-z]+[0-9]*\[[0-9,]*\]|\([0-9, ]*\)", "", text)
-    return re.sub(r"[\s;]+", " ", text)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_fastops import _compat
+from jax_fastops._views import whole as whole
 
 
 def explicit_spec(x) -> PartitionSpec | None:
@@ -27,17 +28,6 @@ def split_last(x, *sizes: int):
     if spec is not None:
         spec = PartitionSpec(*spec, *(None,) * (len(sizes) - 1))
     return jax.lax.reshape(x, shape, out_sharding=spec)
-
-
-def whole(x, axis: int):
-    """``x``, not sharded along an axis. Auto axes must be those of ``jax.set_mesh``."""
-    spec = explicit_spec(x)
-    if spec is not None:
-        return jax.sharding.reshard(x, PartitionSpec(*spec[:axis], None, *spec[axis + 1 :]))
-    if AxisType.Auto not in jax.sharding.get_abstract_mesh().axis_types:
-        return x
-    free = [PartitionSpec.UNCONSTRAINED] * x.ndim
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*free[:axis], None, *free[axis + 1 :]))
 
 
 def element(x, place: int):
