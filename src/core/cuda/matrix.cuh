@@ -1,0 +1,67 @@
+// Products of 16 x 8 x 16 by the tensor cores: C += A B, with A [16, 16] and B [16, 8] of 16 bits
+// in shared memory, and C [16, 8] in the float registers of a warp. A lane has the rows lane / 4
+// (first two registers) and lane / 4 + 8 of C, and the columns lane % 4 * 2 and the next one. All
+// lanes of the warp call these functions. Rows in shared memory begin at multiples of 16 bytes.
+#ifndef JAX_FASTOPS_CORE_CUDA_MATRIX_CUH_
+#define JAX_FASTOPS_CORE_CUDA_MATRIX_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "core/cuda/async_copy.cuh"
+
+namespace jax_fastops::cuda {
+
+using MatrixA = uint32_t[4];
+using MatrixB = uint32_t[2];
+using MatrixC = float[4];
+
+// A, row by row, at `p`: `pitch` elements from a row to the next one.
+template <typename T>
+__device__ __forceinline__ void LoadA(MatrixA& a, const T* p, int pitch, int lane) {
+  const uint32_t from = SharedAddress(p + lane % 16 * pitch + lane / 16 * 8);
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(from));
+}
+
+// B, whose 16 rows are rows at `p`.
+template <typename T>
+__device__ __forceinline__ void LoadB(MatrixB& b, const T* p, int pitch, int lane) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(b[0]), "=r"(b[1])
+               : "r"(SharedAddress(p + lane % 16 * pitch)));
+}
+
+// B, whose 8 columns are rows at `p`.
+template <typename T>
+__device__ __forceinline__ void LoadTransposedB(MatrixB& b, const T* p, int pitch, int lane) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(b[0]), "=r"(b[1])
+               : "r"(SharedAddress(p + lane % 8 * pitch + lane / 8 % 2 * 8)));
+}
+
+template <typename T>
+__device__ __forceinline__ void Multiply(MatrixC& c, const MatrixA& a, const MatrixB& b) {
+  static_assert(std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>);
+  if constexpr (std::is_same_v<T, __half>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+}
+
+}  // namespace jax_fastops::cuda
+
+#endif  // JAX_FASTOPS_CORE_CUDA_MATRIX_CUH_
