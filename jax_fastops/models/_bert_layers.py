@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_fastops import _projection
 from jax_fastops._dispatch import lowering_platform
 from jax_fastops.bias_act import ACTIVATIONS
 from jax_fastops.models._checks import Checks
@@ -282,8 +283,9 @@ def _attention_of(bias, qkv, config: Config, ops: Ops, **options: Any):
     """Attention of a product without its bias. ``options`` are those of ``ops.attention``."""
     own = config.attention == "softmax"
     if own and not is_sharded(qkv, 1):
-        # A kernel may add the bias. On a CPU, XLA adds it to the product.
-        given = (qkv, bias) if lowering_platform() == "cuda" else (biased(qkv, bias),)
+        # The kernel of short sequences adds the bias. Otherwise XLA does, maybe in the product.
+        short = lowering_platform() == "cuda" and qkv.shape[1] <= _projection.LENGTH
+        given = (qkv, bias) if short else (biased(qkv, bias),)
         return ops.qkv_attention(*given, num_heads=config.heads, **options)
     head_size = config.hidden_size // config.heads
     if config.tensor_parallel or config.attention == "xla":  # XLA fuses the split
