@@ -16,9 +16,7 @@ from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import merge_last, split
 from jax_fastops.heads import merge_heads, split_qkv_heads
 
-#: The size of a head, and the most tokens that the kernel of short sequences takes, as in
-#: src/short_attention/short_attention.h.
-HEAD, LENGTH = 64, 128
+_HEAD, _LENGTH = 64, 128  # of the kernel, as in src/short_attention/short_attention.h
 
 
 def by_engines(
@@ -111,13 +109,13 @@ def attend(
         or not only_keys
         or others
         or not isinstance(length, int)
-        or not 0 < length <= LENGTH
+        or not 0 < length <= _LENGTH
         or call.bias is not None
         or call.drop is not None
         or call.residual
         or num_heads != kv_heads
         or qkv.ndim != 3
-        or qkv.shape[2] != 3 * num_heads * HEAD
+        or qkv.shape[2] != 3 * num_heads * _HEAD
     ):
         return by_engines(call, qkv, qkv_bias, num_heads, kv_heads)
     mask, bias = masks.mask, qkv_bias

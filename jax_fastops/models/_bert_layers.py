@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_fastops import _projection
-from jax_fastops._dispatch import lowering_platform
 from jax_fastops.bias_act import ACTIVATIONS
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._layers import in_turn
@@ -279,12 +277,15 @@ def _attention(params: dict, x, config: Config, mask, key, ops: Ops):
     return mask.of_rows(y) if isinstance(mask, Tokens) else y
 
 
+_SHORT = 128  # tokens at most: ``qkv_attention`` has a kernel for such sequences
+
+
 def _attention_of(bias, qkv, config: Config, ops: Ops, **options: Any):
     """Attention of a product without its bias. ``options`` are those of ``ops.attention``."""
     own = config.attention == "softmax"
     if own and not is_sharded(qkv, 1):
         # The kernel of short sequences adds the bias. Otherwise XLA does, maybe in the product.
-        short = lowering_platform() == "cuda" and qkv.shape[1] <= _projection.LENGTH
+        short = jax.default_backend() == "gpu" and qkv.shape[1] <= _SHORT
         given = (qkv, bias) if short else (biased(qkv, bias),)
         return ops.qkv_attention(*given, num_heads=config.heads, **options)
     head_size = config.hidden_size // config.heads

@@ -4,16 +4,18 @@
 // between the projection and the next product: it adds the bias of the projection, applies lengths
 // and a mask of keys, and writes merged heads. All scores of a query are in registers, so there is
 // one softmax, without the corrections of longer sequences. A warp has 16 queries of a head. The
-// warps of a block share keys and values in shared memory. There are as many as leave a block for
-// each SM.
+// warps of a block share keys and values in shared memory.
+//
+// The bias takes no pass. Queries get theirs in registers, where it is rounded with the sum. That
+// of the keys adds the same number to all scores of a query, so it changes no weight. The weights
+// of a query sum to 1, so that of the values is added to the result.
 #include "short_attention/short_attention.h"
-
-#include <algorithm>
 
 #include "core/cuda/async_copy.cuh"
 #include "core/cuda/dependent.cuh"
 #include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
+#include "core/cuda/math.cuh"
 #include "core/cuda/matrix.cuh"
 #include "core/cuda/vec.cuh"
 
@@ -24,43 +26,33 @@ namespace {
 constexpr int kHead = kShortAttentionHead;
 constexpr int kPitch = kHead + 8;  // of rows in shared memory, so that banks differ
 constexpr int kWords = kHead / 8;  // of 16 bytes in a row
-constexpr int kRows = 16;          // queries of a warp
-constexpr int kMaxWarps = kShortAttentionLength / kRows;
 
-// Copies rows of a part of the projection into shared memory. Rows after the last one are copies of
-// it: neither their scores nor their values count, and their results are not stored.
-template <typename T>
-__device__ __forceinline__ void CopyRows(T* to, const T* from, int first, int count, int length,
-                                         int64_t stride) {
-  for (int i = threadIdx.x; i < count * kWords; i += blockDim.x) {
-    const int row = min(first + i / kWords, length - 1);
-    CopyAsync<16, true>(to + i / kWords * kPitch + i % kWords * 8,
-                        from + row * stride + i % kWords * 8);
+// Threads of a block with so many keys. A block has half as many queries.
+constexpr int ThreadsOf(int keys) { return keys <= 32 ? 64 : 128; }
+
+// Copies rows into shared memory: zeros where the bit of the row is 0. Rows after the last one are
+// copies of it.
+template <int kRows, int kThreads, typename T>
+__device__ __forceinline__ void CopyRows(T* to, const T* from, int first, int last, int64_t stride,
+                                         const uint32_t* bits = nullptr) {
+  constexpr int kStep = kThreads / kWords;  // rows at once, which divides 32
+  const int own = threadIdx.x / kWords, word = threadIdx.x % kWords * 8;
+#pragma unroll
+  for (int row = 0; row < kRows; row += kStep) {
+    T* const at = to + (row + own) * kPitch + word;
+    const T* const source = from + min(first + row + own, last) * stride + word;
+    CopyAsyncOrZero(bits == nullptr || bits[row / 32] >> (row % 32 + own) & 1, at, source);
   }
 }
 
-// A word of a part of the bias.
+// Two elements of the bias, from the one at `at`.
 template <typename T>
 __device__ __forceinline__ void LoadBias(const ShortAttentionCall& call, int64_t at,
-                                         float (&bias)[8]) {
+                                         float (&bias)[2]) {
   if (call.wide_bias) {
     LoadParameter<T, float>(call.bias, at, bias);
   } else {
     LoadParameter<T, T>(call.bias, at, bias);
-  }
-}
-
-// Adds the bias to what this thread has copied. A sum is rounded once, as that of the arrays is.
-template <typename T>
-__device__ __forceinline__ void AddBias(T* rows, int count, const float (&bias)[8]) {
-  // A thread has the same word of all its rows: the number of threads is a multiple of kWords.
-  for (int row = threadIdx.x / kWords; row < count; row += blockDim.x / kWords) {
-    T* const own = rows + row * kPitch + threadIdx.x % kWords * 8;
-    float values[8];
-    Vec<T>::Load(own).Unpack(values);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) values[i] += bias[i];
-    Vec<T>::Packed(values).Store(own);
   }
 }
 
@@ -69,62 +61,84 @@ __device__ __forceinline__ int LengthOf(const int32_t* lengths, int64_t sequence
 }
 
 template <typename T, int kKeys>
-__global__ void __launch_bounds__(32 * kMaxWarps)
+__global__ void __launch_bounds__(ThreadsOf(kKeys))
     ShortAttentionKernel(const __grid_constant__ ShortAttentionCall call) {
+  constexpr int kThreads = ThreadsOf(kKeys), kQueries = kThreads / 2;
   extern __shared__ __align__(16) unsigned char shared[];
-  const int queries = blockDim.x / 2, lane = threadIdx.x % 32, length = call.length;
-  const int parts = (length + queries - 1) / queries, first = blockIdx.x % parts * queries;
+  const int lane = threadIdx.x % 32, column = lane % 4 * 2, length = call.length;
+  const int parts = (length + kQueries - 1) / kQueries, first = blockIdx.x % parts * kQueries;
   const int head = blockIdx.x / parts % call.heads;
   const int64_t sequence = blockIdx.x / parts / call.heads, begin = sequence * length;
-  const int64_t features = static_cast<int64_t>(call.heads) * kHead;
+  const int64_t features = static_cast<int64_t>(call.heads) * kHead, stride = 3 * features;
   T* const ks = reinterpret_cast<T*>(shared);
   T* const vs = ks + kKeys * kPitch;
   T* const qs = vs + kKeys * kPitch;
   LetDependentsStart();
   AwaitPredecessors();
-  const T* const from = static_cast<const T*>(call.qkv) + begin * 3 * features + head * kHead;
-  CopyRows(qs, from, first, queries, length, 3 * features);
-  CopyRows(ks, from + features, 0, kKeys, length, 3 * features);
-  CopyRows(vs, from + 2 * features, 0, kKeys, length, 3 * features);
+  const T* const from = static_cast<const T*>(call.qkv) + begin * stride + head * kHead;
+  CopyRows<kQueries, kThreads>(qs, from, first, length - 1, stride);
+  CopyRows<kKeys, kThreads>(ks, from + features, 0, length - 1, stride);
+  CommitCopies();
   const int keys = LengthOf(call.kv_lengths, sequence, length);
-  uint32_t counts = 0;  // which of the keys of this lane count: those of its columns of a product
+  uint32_t counts[kKeys / 32], any = 0;  // bits of the keys that count
 #pragma unroll
-  for (int i = 0; i < kKeys / 4; ++i) {
-    const int key = i / 2 * 8 + lane % 4 * 2 + i % 2;
-    const bool one = key < keys && (call.mask == nullptr || call.mask[begin + key]);
-    counts |= static_cast<uint32_t>(one) << i;
+  for (int i = 0; i < kKeys / 32; ++i) {
+    const int key = 32 * i + lane;
+    counts[i] = LanesWhere(key < keys && (call.mask == nullptr || call.mask[begin + key]));
+    any |= counts[i];
   }
+  // Values that do not count are zeros: a weight of 0 times another one may be NaN.
+  CopyRows<kKeys, kThreads>(vs, from + 2 * features, 0, length - 1, stride, counts);
+  CommitCopies();
+  float query_bias[kHead / 8][2] = {}, value_bias[kHead / 8][2] = {};
   if (call.bias != nullptr) {
-    float bias[3][8];
-    const int64_t word = head * kHead + threadIdx.x % kWords * 8;
 #pragma unroll
-    for (int i = 0; i < 3; ++i) LoadBias<T>(call, i * features + word, bias[i]);
-    AwaitAllCopies();
-    AddBias(qs, queries, bias[0]);
-    AddBias(ks, kKeys, bias[1]);
-    AddBias(vs, kKeys, bias[2]);
+    for (int d = 0; d < kHead / 8; ++d) {
+      const int64_t at = head * kHead + d * 8 + column;
+      float key_bias[2];
+      LoadBias<T>(call, at, query_bias[d]);
+      LoadBias<T>(call, at + features, key_bias);
+      LoadBias<T>(call, at + 2 * features, value_bias[d]);
+      for (int i = 0; i < 2; ++i) query_bias[d][i] += 0 * key_bias[i];  // unless it is finite
+    }
   }
-  AwaitBlock<true>();
-  const bool has_keys = !HoldsInWarp(counts == 0);  // its lanes have all keys, for any query
-  const int own = WarpIndex() * kRows;
+  AwaitCopies<1>();
+  AwaitBlock<false>();
+  const int own = WarpIndex() * 16;
+  MatrixA q[kHead / 16];
+#pragma unroll
+  for (int d = 0; d < kHead / 16; ++d) {
+    LoadA(q[d], qs + own * kPitch + d * 16, kPitch, lane);
+    if (call.bias == nullptr) continue;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Vec<T, 4> two;
+      float values[2];
+      two.words[0] = q[d][i];
+      two.Unpack(values);
+      for (int j = 0; j < 2; ++j) values[j] += query_bias[2 * d + i / 2][j];
+      q[d][i] = Vec<T, 4>::Packed(values).words[0];
+    }
+  }
   MatrixC s[kKeys / 8] = {};
 #pragma unroll
-  for (int at = 0; at < kHead; at += 16) {
-    MatrixA a;
-    LoadA(a, qs + own * kPitch + at, kPitch, lane);
+  for (int d = 0; d < kHead / 16; d += 2) {
 #pragma unroll
     for (int t = 0; t < kKeys / 8; ++t) {
-      MatrixB b;
-      LoadTransposedB(b, ks + t * 8 * kPitch + at, kPitch, lane);
-      Multiply<T>(s[t], a, b);
+      MatrixB b[2];
+      LoadTransposedB(b, ks + t * 8 * kPitch + d * 16, kPitch, lane);
+      Multiply<T>(s[t], q[d], b[0]);
+      Multiply<T>(s[t], q[d + 1], b[1]);
     }
   }
   float most[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};  // of the two rows of this lane
+  const float scale = call.scale * kLog2E;
 #pragma unroll
   for (int t = 0; t < kKeys / 8; ++t) {
+    const uint32_t bits = counts[t / 4] >> column;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      s[t][i] = counts >> (2 * t + i % 2) & 1 ? s[t][i] * call.scale : -INFINITY;
+      s[t][i] = bits >> (t % 4 * 8 + i % 2) & 1 ? s[t][i] * scale : -INFINITY;
       most[i / 2] = Max()(most[i / 2], s[t][i]);
     }
   }
@@ -133,48 +147,43 @@ __global__ void __launch_bounds__(32 * kMaxWarps)
   for (int t = 0; t < kKeys / 8; ++t) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      s[t][i] = __expf(s[t][i] - most[i / 2]);
+      s[t][i] = Exp2(s[t][i] - most[i / 2]);
       sum[i / 2] += s[t][i];
     }
   }
   Butterfly(Sum(), sum, 4);
-  MatrixC c[kHead / 8] = {};
+  AwaitBlock<true>();
+  MatrixC y[kHead / 8] = {};
 #pragma unroll
   for (int t = 0; t < kKeys / 16; ++t) {
-    MatrixA a;
-    uint32_t counting[2];  // the bits of values whose keys count: 0 times another one may be NaN
+    MatrixA weights;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float pair[2] = {s[2 * t + i / 2][i % 2 * 2], s[2 * t + i / 2][i % 2 * 2 + 1]};
-      a[i] = Vec<T, 4>::Packed(pair).words[0];
+      weights[i] = Vec<T, 4>::Packed(pair).words[0];
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t bits = counts >> (4 * t + 2 * i);
-      counting[i] = (bits & 1) * 0xffffu | (bits >> 1 & 1) * 0xffff0000u;
-    }
-#pragma unroll
-    for (int d = 0; d < kHead / 8; ++d) {
-      MatrixB b;
+    for (int d = 0; d < kHead / 8; d += 2) {
+      MatrixB b[2];
       LoadB(b, vs + t * 16 * kPitch + d * 8, kPitch, lane);
-      b[0] &= counting[0];
-      b[1] &= counting[1];
-      Multiply<T>(c[d], a, b);
+      Multiply<T>(y[d], weights, b[0]);
+      Multiply<T>(y[d + 1], weights, b[1]);
     }
   }
-  const int whole = LengthOf(call.q_lengths, sequence, length);
+  const int queries = LengthOf(call.q_lengths, sequence, length);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = first + own + i * 8 + lane / 4;
     if (row >= length) continue;
-    const bool zero = !has_keys || row >= whole;
-    const float scale = 1 / sum[i];
-    T* const to = static_cast<T*>(call.y) + (begin + row) * features + head * kHead + lane % 4 * 2;
+    const bool zero = any == 0 || row >= queries;
+    const float factor = 1 / sum[i];
+    T* const to = static_cast<T*>(call.y) + (begin + row) * features + head * kHead + column;
 #pragma unroll
     for (int d = 0; d < kHead / 8; ++d) {
       float pair[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) pair[j] = zero ? 0.0f : c[d][2 * i + j] * scale;
+      for (int j = 0; j < 2; ++j) {
+        pair[j] = zero ? 0.0f : y[d][2 * i + j] * factor + value_bias[d][j];
+      }
       Vec<T, 4>::Packed(pair).Store(to + d * 8);
     }
   }
@@ -182,14 +191,10 @@ __global__ void __launch_bounds__(32 * kMaxWarps)
 
 template <typename T, int kKeys>
 cudaError_t LaunchKernel(const ShortAttentionCall& call, cudaStream_t stream) {
-  Device device;
-  if (const cudaError_t error = CurrentDevice(&device); error != cudaSuccess) return error;
-  const int64_t heads = call.batch * call.heads, rows = (call.length + kRows - 1) / kRows;
-  int64_t warps = kKeys / kRows;
-  const auto blocks = [&] { return heads * ((rows + warps - 1) / warps); };
-  while (warps > 1 && (warps / 2 >= rows || blocks() < device.processors)) warps /= 2;
-  const int64_t shared = sizeof(T) * kPitch * (2 * kKeys + kRows * warps);
-  LaunchConfig config = Grid(blocks(), static_cast<int>(32 * warps), shared);
+  constexpr int kThreads = ThreadsOf(kKeys), kQueries = kThreads / 2;
+  const int64_t parts = (call.length + kQueries - 1) / kQueries;
+  LaunchConfig config =
+      Grid(call.batch * call.heads * parts, kThreads, sizeof(T) * kPitch * (2 * kKeys + kQueries));
   config.dependent = true;
   return Launch(KernelOf<ShortAttentionFamily, ShortAttentionKernel<T, kKeys>>(), config, stream,
                 call);

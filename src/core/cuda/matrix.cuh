@@ -28,20 +28,20 @@ __device__ __forceinline__ void LoadA(MatrixA& a, const T* p, int pitch, int lan
                : "r"(from));
 }
 
-// B, whose 16 rows are rows at `p`.
+// Two B for adjacent columns, whose 16 rows are rows at `p`.
 template <typename T>
-__device__ __forceinline__ void LoadB(MatrixB& b, const T* p, int pitch, int lane) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-               : "=r"(b[0]), "=r"(b[1])
-               : "r"(SharedAddress(p + lane % 16 * pitch)));
+__device__ __forceinline__ void LoadB(MatrixB (&b)[2], const T* p, int pitch, int lane) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(b[0][0]), "=r"(b[0][1]), "=r"(b[1][0]), "=r"(b[1][1])
+               : "r"(SharedAddress(p + lane % 16 * pitch + lane / 16 * 8)));
 }
 
-// B, whose 8 columns are rows at `p`.
+// Two B for adjacent rows, whose 8 columns are rows at `p`.
 template <typename T>
-__device__ __forceinline__ void LoadTransposedB(MatrixB& b, const T* p, int pitch, int lane) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(b[0]), "=r"(b[1])
-               : "r"(SharedAddress(p + lane % 8 * pitch + lane / 8 % 2 * 8)));
+__device__ __forceinline__ void LoadTransposedB(MatrixB (&b)[2], const T* p, int pitch, int lane) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(b[0][0]), "=r"(b[0][1]), "=r"(b[1][0]), "=r"(b[1][1])
+               : "r"(SharedAddress(p + lane % 8 * pitch + lane / 8 * 8)));
 }
 
 template <typename T>
