@@ -120,6 +120,7 @@ def test_calls(cuda_programs):
 
 
 @pytest.mark.skipif(not HERE, reason="needs a GPU")
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     "batch, length, heads", [(1, 32, 12), (3, 128, 3), (70, 100, 4), (300, 33, 1), (2, 1, 2)]
