@@ -33,7 +33,7 @@ constexpr int ThreadsOf(int keys) { return keys <= 32 ? 64 : 128; }
 // Copies rows into shared memory: zeros where the bit of the row is 0. Rows after the last one are
 // copies of it.
 template <int kRows, int kThreads, typename T>
-__device__ __forceinline__ void CopyRows(T* to, const T* from, int first, int last, int64_t stride,
+__device__ __forceinline__ void CopyRows(T* to, const T* from, int first, int last, int stride,
                                          const uint32_t* bits = nullptr) {
   constexpr int kStep = kThreads / kWords;  // rows at once, which divides 32
   const int own = threadIdx.x / kWords, word = threadIdx.x % kWords * 8;
@@ -45,14 +45,21 @@ __device__ __forceinline__ void CopyRows(T* to, const T* from, int first, int la
   }
 }
 
-// Two elements of the bias, from the one at `at`.
-template <typename T>
-__device__ __forceinline__ void LoadBias(const ShortAttentionCall& call, int64_t at,
-                                         float (&bias)[2]) {
-  if (call.wide_bias) {
-    LoadParameter<T, float>(call.bias, at, bias);
-  } else {
-    LoadParameter<T, T>(call.bias, at, bias);
+// A lane's elements of the bias of queries and of values, whose type is P. Those of queries are NaN
+// where that of the keys is not finite.
+template <typename T, typename P>
+__device__ __forceinline__ void LoadBias(const ShortAttentionCall& call, int64_t first,
+                                         float (&queries)[kHead / 8][2],
+                                         float (&values)[kHead / 8][2]) {
+  const int64_t features = static_cast<int64_t>(call.heads) * kHead;
+  const P* const p = static_cast<const P*>(call.bias) + first;
+#pragma unroll
+  for (int d = 0; d < kHead / 8; ++d) {
+    float keys[2];
+    LoadParameter<T, P>(p, d * 8, queries[d]);
+    LoadParameter<T, P>(p + features, d * 8, keys);
+    LoadParameter<T, P>(p + 2 * features, d * 8, values[d]);
+    for (int i = 0; i < 2; ++i) queries[d][i] += 0 * keys[i];
   }
 }
 
@@ -69,7 +76,7 @@ __global__ void __launch_bounds__(ThreadsOf(kKeys))
   const int parts = (length + kQueries - 1) / kQueries, first = blockIdx.x % parts * kQueries;
   const int head = blockIdx.x / parts % call.heads;
   const int64_t sequence = blockIdx.x / parts / call.heads, begin = sequence * length;
-  const int64_t features = static_cast<int64_t>(call.heads) * kHead, stride = 3 * features;
+  const int features = call.heads * kHead, stride = 3 * features;
   T* const ks = reinterpret_cast<T*>(shared);
   T* const vs = ks + kKeys * kPitch;
   T* const qs = vs + kKeys * kPitch;
@@ -91,16 +98,10 @@ __global__ void __launch_bounds__(ThreadsOf(kKeys))
   CopyRows<kKeys, kThreads>(vs, from + 2 * features, 0, length - 1, stride, counts);
   CommitCopies();
   float query_bias[kHead / 8][2] = {}, value_bias[kHead / 8][2] = {};
-  if (call.bias != nullptr) {
-#pragma unroll
-    for (int d = 0; d < kHead / 8; ++d) {
-      const int64_t at = head * kHead + d * 8 + column;
-      float key_bias[2];
-      LoadBias<T>(call, at, query_bias[d]);
-      LoadBias<T>(call, at + features, key_bias);
-      LoadBias<T>(call, at + 2 * features, value_bias[d]);
-      for (int i = 0; i < 2; ++i) query_bias[d][i] += 0 * key_bias[i];  // unless it is finite
-    }
+  if (call.bias != nullptr && call.wide_bias) {
+    LoadBias<T, float>(call, head * kHead + column, query_bias, value_bias);
+  } else if (call.bias != nullptr) {
+    LoadBias<T, T>(call, head * kHead + column, query_bias, value_bias);
   }
   AwaitCopies<1>();
   AwaitBlock<false>();
