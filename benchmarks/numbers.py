@@ -232,17 +232,21 @@ def sources() -> dict[str, str]:
 
 
 def waits() -> dict[str, str]:
-    """The numbers of guides/inference.md: calls in flight, and calls that are waited for."""
+    """The numbers of guides/inference.md: calls in flight, calls that are waited for, options."""
     names = {
         "default": "default",
         "default, donated": "donated",
         "stacks, skip profiled, pdl": "stacks",
     }
-    return {
+    found = {
         f"wait_{names[row['variant']]}_{row['shape']}": f"{row['ms']:.2f} ({row['latency_ms']:.2f})"
         for row in load(f"inference-flags-{H200}")["rows"]
         if row["variant"] in names
     }
+    for row in load(f"attention-short-{H200}")["rows"]:
+        if row.get("shape") == "32x512" and row["options"] in ("none", "no triton"):
+            found[f"options_{row['options'].replace(' ', '_')}"] = f"{row['ms']:.2f}"
+    return found
 
 
 def numbers() -> dict[str, str]:

@@ -109,7 +109,8 @@ def attend(
         or not only_keys
         or others
         or not isinstance(length, int)
-        or not 0 < length <= _LENGTH
+        or length > _LENGTH
+        or 0 in qkv.shape
         or call.bias is not None
         or call.drop is not None
         or call.residual

@@ -55,6 +55,8 @@ __device__ __forceinline__ uint32_t Pack(float a, float b) {
 
 __device__ __forceinline__ float Gelu(float x) { return 0.5f * x * (1 + erff(x * 0.70710678f)); }
 
+using MatrixB = uint32_t[2];
+
 // B, whose 16 rows are rows at `p`.
 template <typename T>
 __device__ __forceinline__ void LoadB(MatrixB& b, const T* p, int pitch, int lane) {

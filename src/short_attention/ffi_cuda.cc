@@ -10,12 +10,10 @@ ffi::Error Forward(Call& call, cudaStream_t stream) {
   cuda::ShortAttentionCall c;
   c.dtype = call.Type();
   call.Require(c.dtype == DType::kBF16 || c.dtype == DType::kF16, "qkv", "must have 16 bits");
-  call.Require(length > 0 && length <= cuda::kShortAttentionLength, "qkv",
-               "has too many tokens, or none");
-  call.Require(features > 0 && call.Size("a") % (3 * cuda::kShortAttentionHead) == 0, "qkv",
+  call.Require(length <= cuda::kShortAttentionLength, "qkv", "has too many tokens");
+  call.Require(call.Size("a") % (3 * cuda::kShortAttentionHead) == 0, "qkv",
                "needs three parts of whole heads");
   c.batch = call.Batch();
-  call.Require(c.batch > 0, "qkv", "must have elements");
   c.length = static_cast<int>(length);
   c.heads = static_cast<int>(features / cuda::kShortAttentionHead);
   c.scale = static_cast<float>(call.Attribute<double>("scale"));
@@ -29,10 +27,7 @@ ffi::Error Forward(Call& call, cudaStream_t stream) {
   return call.Run([&] { return cuda::ShortAttention(c, stream); });
 }
 
-FASTOPS_CUDA_HANDLER(
-    "short_attention", Forward, +[](ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-      return ToError("short_attention (loading kernels)", cuda::LoadShortAttentionKernels());
-    });
+FASTOPS_HANDLER("short_attention", Forward, LoadShortAttentionKernels);
 
 }  // namespace
 }  // namespace jax_fastops::inline xla

@@ -126,10 +126,10 @@ __global__ void __launch_bounds__(ThreadsOf(kKeys))
   for (int d = 0; d < kHead / 16; d += 2) {
 #pragma unroll
     for (int t = 0; t < kKeys / 8; ++t) {
-      MatrixB b[2];
-      LoadTransposedB(b, ks + t * 8 * kPitch + d * 16, kPitch, lane);
-      Multiply<T>(s[t], q[d], b[0]);
-      Multiply<T>(s[t], q[d + 1], b[1]);
+      uint32_t b[4];
+      LoadTwoTransposedB(b, ks + t * 8 * kPitch + d * 16, kPitch, lane);
+      Multiply<T>(s[t], q[d], b);
+      Multiply<T>(s[t], q[d + 1], b + 2);
     }
   }
   float most[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};  // of the two rows of this lane
@@ -165,10 +165,10 @@ __global__ void __launch_bounds__(ThreadsOf(kKeys))
     }
 #pragma unroll
     for (int d = 0; d < kHead / 8; d += 2) {
-      MatrixB b[2];
-      LoadB(b, vs + t * 16 * kPitch + d * 8, kPitch, lane);
-      Multiply<T>(y[d], weights, b[0]);
-      Multiply<T>(y[d + 1], weights, b[1]);
+      uint32_t b[4];
+      LoadTwoB(b, vs + t * 16 * kPitch + d * 8, kPitch, lane);
+      Multiply<T>(y[d], weights, b);
+      Multiply<T>(y[d + 1], weights, b + 2);
     }
   }
   const int queries = LengthOf(call.q_lengths, sequence, length);
