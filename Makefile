@@ -131,14 +131,14 @@ clean:
 #
 # They are compiled in a folder that stays, one for each interpreter and each set of the variables that
 # choose what is built. The wheel that comes of it has the native modules, and a path to the Python files in
-# this folder. The compilers run in an environment of their own, for its jaxlib with the oldest FFI headers.
+# this folder. The build requirements are in an environment of their own.
 
 TAG := $(shell p=$(BIN)/python; [ -x $$p ] || p=$(PYTHON); $$p -c 'import sys; print(sys.implementation.cache_tag)')
 BUILDER := build/builder-$(TAG)
 VARIANT := $(shell echo '$(foreach v,JAX_FASTOPS_CUDA CUDAARCHS JAX_FASTOPS_CPU_ISAS JAX_FASTOPS_WERROR \
   JAX_FASTOPS_SANITIZE CC CXX CUDACXX CUDAHOSTCXX CXXFLAGS CUDAFLAGS LDFLAGS,$($(v));)' | cksum | cut -d' ' -f1)
 BUILD := build/$(TAG)-$(VARIANT)
-SOURCES := CMakeLists.txt pyproject.toml jax_fastops/_version.py $(shell find src third_party cmake -type f)
+SOURCES := CMakeLists.txt pyproject.toml $(shell find src third_party cmake -type f)
 PYTHON_FILES := $(shell find jax_fastops -name '*.py' -o -name '*.json')
 # Builds a wheel into a folder, in which the objects stay. Further arguments are settings of scikit-build-core.
 build_wheel = JAX_FASTOPS_CUDNN_INCLUDE="$${JAX_FASTOPS_CUDNN_INCLUDE-$(wildcard \

@@ -1,6 +1,7 @@
 # Finds the headers for attention by cuDNN: those of cuDNN, and those of NVIDIA's cudnn-frontend.
-#   in:   JAX_FASTOPS_CUDNN_INCLUDE, JAX_FASTOPS_CUDNN_FRONTEND_INCLUDE, Python_EXECUTABLE
-#   out:  FASTOPS_CUDNN_VERSION (empty if one of them is missing), FASTOPS_CUDNN_INCLUDE_DIRS
+#   in:   JAX_FASTOPS_CUDNN_INCLUDE, JAX_FASTOPS_CUDNN_FRONTEND_INCLUDE, fastops_python, fastops_header_version
+#   out:  FASTOPS_CUDNN_VERSION (empty if one of them is missing), FASTOPS_CUDNN_FRONTEND_VERSION,
+#         FASTOPS_CUDNN_INCLUDE_DIRS
 #
 # A folder that is not given is that of the wheel nvidia-cudnn-cu13 or nvidia-cudnn-frontend, in the interpreter's
 # site-packages (under pip's build isolation, also in those of the environment that pip runs in). The library
@@ -25,12 +26,10 @@ find_path(frontend_include cudnn_frontend.h NO_CACHE NO_DEFAULT_PATH
 set(FASTOPS_CUDNN_VERSION "")
 if(cudnn_include AND frontend_include)
   set(FASTOPS_CUDNN_INCLUDE_DIRS ${frontend_include} ${cudnn_include})
-  file(READ "${cudnn_include}/cudnn_version.h" text)
-  foreach(part MAJOR MINOR PATCHLEVEL)
-    string(REGEX MATCH "define CUDNN_${part} ([0-9]+)" found "${text}")
-    list(APPEND FASTOPS_CUDNN_VERSION ${CMAKE_MATCH_1})
-  endforeach()
-  list(JOIN FASTOPS_CUDNN_VERSION "." FASTOPS_CUDNN_VERSION)
+  fastops_header_version(FASTOPS_CUDNN_VERSION "${cudnn_include}/cudnn_version.h"
+    CUDNN_MAJOR CUDNN_MINOR CUDNN_PATCHLEVEL)
+  fastops_header_version(FASTOPS_CUDNN_FRONTEND_VERSION "${frontend_include}/cudnn_frontend_version.h"
+    CUDNN_FRONTEND_MAJOR_VERSION CUDNN_FRONTEND_MINOR_VERSION CUDNN_FRONTEND_PATCH_VERSION)
 endif()
 if(FASTOPS_CUDNN_VERSION MATCHES "^9\\.")
   message(STATUS "Attention by cuDNN: headers ${FASTOPS_CUDNN_VERSION} in ${cudnn_include}")

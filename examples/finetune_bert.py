@@ -35,7 +35,7 @@ from tokenizers import Tokenizer
 
 import loop
 
-FIXED = ("batch", "length", "rate", "steps", "seed")  # what the losses depend on
+FIXED = ("batch", "length", "rate", "steps", "accumulate", "seed")  # what the losses depend on
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,11 +73,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, metavar="OUT", help="the folder to save to (default: nothing is saved)")
     loop.add_options(add, steps=1000, every=200)
     add("--batch", type=loop.positive, default=32, metavar="N", help="(default: 32)")
+    about = "steps with one update, by the mean of their gradients (default: 1)"
+    add("--accumulate", type=loop.positive, default=1, metavar="N", help=about)
     add("--length", type=loop.positive, default=128, metavar="N", help="tokens (default: 128)")
     add("--rate", type=loop.above_zero, default=3e-5, metavar="R", help="(default: 3e-5)")
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on a CPU)")
     options = parser.parse_args(argv)
     loop.check_options(options, parser)
+    if options.steps < 2 * options.accumulate:
+        least = 2 * options.accumulate
+        options.error(f"--steps is {options.steps}; it must be {least} or more, for two updates")
     options.dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     try:
         loop.check_folder(options.folder, "BERT")
@@ -165,10 +170,12 @@ class FineTuning:
             self.params.pop(head, None)
         self.params.setdefault("pooler", fresh["pooler"])
         self.params["classifier"] = fresh["classifier"]
-        rate = optax.warmup_cosine_decay_schedule(
-            0, options.rate, max(1, options.steps // 10), options.steps
-        )
+        count = options.steps // options.accumulate
+        rate = optax.warmup_cosine_decay_schedule(0, options.rate, max(1, count // 10), count)
         self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
+        if options.accumulate > 1:  # otherwise it would hold the gradients for nothing
+            several = optax.MultiSteps(self.optimizer, options.accumulate)
+            self.optimizer = several.gradient_transformation()
 
     def encoded(self, texts: list[tuple[str, str]]) -> list[tuple[np.ndarray, int]]:
         classes = {label: number for number, label in enumerate(self.options.classes)}

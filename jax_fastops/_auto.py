@@ -74,6 +74,32 @@ aligned, mixed, masked, broadcast, whole_bias, norm, rows, across, undivided = (
     for name in "aligned mixed masked broadcast whole_bias norm rows across undivided".split()
 )
 
+# What reasons call a feature: of a number, and of a bound of 1 (whether it is, or is not).
+WORDS: dict[str, str] = {
+    "bytes": "arrays of {}",
+    "row_bytes": "rows of {}",
+    "row_count": "{} rows",
+    "inner_bytes": "{} after the axis",
+    "head_bytes": "heads of {}",
+    "groups": "{} groups of dimensions",
+    "radius": "the radius {}",
+    "keys": "{} keys",
+    "work": "{} times the radius less 1",
+}
+FLAGS: dict[str, tuple[str, str]] = {
+    "aligned": ("rows of a multiple of 16 bytes", "rows of no multiple of 16 bytes"),
+    "mixed": ("x and residual of two dtypes", "x and residual of one dtype"),
+    "masked": ("a mask", "no mask"),
+    "broadcast": ("a broadcast operand", "no broadcast operand"),
+    "whole_bias": ("a bias and heads of a multiple of 16 bytes", "no such bias"),
+    "norm": ("normalized queries or keys", "no normalized queries or keys"),
+    "rows": ("a last dimension that stays the last", "another last dimension"),
+    "across": ("an axis that is not the last", "the last axis"),
+    "inner_bytes": ("an axis that is not the last", "the last axis"),  # 0 for the last one
+    "undivided": ("sums that XLA does not divide", "sums that XLA divides"),
+    "ends": ("a broadcast start or end", "no broadcast start or end"),
+}
+
 _DTYPES = {
     "half": ("bfloat16", "float16"),
     "all": ("bfloat16", "float16", "float32", "float64"),
@@ -161,7 +187,7 @@ _CUDA = _entries([
     ("segment_sum", "float32", (row_bytes >= 256) & (size >= 128 * MB),
      (row_bytes >= 256) & (size >= 128 * MB)),
     ("segment_sum", "float64", NEVER, NEVER),
-    ("short_attention", "half", ALWAYS, NEVER),
+    ("short_attention", "half", keys >= 64, NEVER),
     ("softmax", "half", (size >= 3 * MB) & ((inner_bytes >= 64) | (row_bytes >= 256)),
      (size >= 32 * KB) & (row_bytes >= 40) & (row_count >= 96)),
     ("softmax", "float32", (size >= MB) & ((inner_bytes >= 64) | (row_bytes >= 64 * KB)),

@@ -67,7 +67,8 @@ class Request:
         windows, which is 0 for the radius 1."""
         found = dict(self.features)
         if row := found.get("row_bytes"):
-            found["row_count"] = found["bytes"] // row if row < SYMBOLIC else SYMBOLIC
+            known = max(row, found["bytes"]) < SYMBOLIC
+            found["row_count"] = found["bytes"] // row if known else SYMBOLIC
         if radius := found.get("radius"):
             found["work"] = min(found["bytes"] * (radius - 1), SYMBOLIC)
         return found
@@ -119,20 +120,29 @@ def _by_table(request: Request, platform: str) -> Decision:
 
 
 def _measured(tree: _auto.Tree, features: dict[str, int]) -> Choice:
-    """Follows a tree. The reason names the conditions on the way."""
+    """Follows a tree. The reason says the conditions on the way."""
     way = []
     while not isinstance(tree, bool):
         name, bound, below, rest = tree
-        value = features[name]
-        small = value < bound
-        if bound == 1 and value <= 1:
-            way.append(f"not {name}" if small else name)
+        small = features[name] < bound
+        if bound == 1 and name in _auto.FLAGS:
+            way.append(_auto.FLAGS[name][small])
         else:
-            shown = "symbolic" if value >= SYMBOLIC else f"{value:,}"
-            way.append(f"{name} {shown} {'<' if small else '>='} {bound:,}")
+            limit = _shown(name, bound)
+            limit = f"below {limit}" if small else f"{limit} or more"
+            way.append(f"{_auto.WORDS[name].format(_shown(name, features[name]))} ({limit})")
         tree = below if small else rest
     speed = "faster" if tree else "no faster"
-    return Choice(tree, ", ".join([f"the kernel was measured as {speed}", *way]))
+    return Choice(tree, f"the kernel was measured as {speed}" + ": " * bool(way) + ", ".join(way))
+
+
+def _shown(feature: str, value: int) -> str:
+    is_count = not feature.endswith("bytes") and feature != "work"
+    if value >= SYMBOLIC:
+        return "a symbolic number of" if is_count else "symbolic size"
+    if is_count:
+        return f"{value:,}"
+    return f"{value:,} bytes" if value < 10**6 else f"{value / 1e6:.3g} MB"
 
 
 class Refused(Exception):

@@ -154,6 +154,21 @@ class Explanation:
         return table
 
 
+class Waiting:
+    """A function of the arguments of ``fn``, whose text says so."""
+
+    def __init__(self, name: str, fn: Callable[..., Any], call: Callable[..., Any]):
+        functools.update_wrapper(self, fn)
+        self._name, self._call = name, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        own = getattr(self, "__name__", "f")
+        return f"{self._name}({own}) is a function: call it with the arguments of {own}"
+
+
 def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
     """Shows which calls of ops in a function take the kernel, and why.
 
@@ -181,7 +196,6 @@ def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
 
     check_function("explain", fn)
 
-    @functools.wraps(fn)
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         def is_array(x):
             return hasattr(x, "shape")
@@ -204,7 +218,7 @@ def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
         found.decide()
         return Explanation(tuple(r.result() for r in records if r.calls))
 
-    return explained
+    return Waiting("explain", fn, explained)
 
 
 # ---- what is noted during a trace ----------------------------------------------------------------

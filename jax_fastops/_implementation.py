@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from typing import Literal, NamedTuple
@@ -73,8 +74,10 @@ def set_implementation(implementation: Literal["auto", "native", "xla"]) -> None
     _compat.set_global(_context, _checked(implementation, "set_implementation"))
 
 
-class use_implementation:
+class use_implementation(contextlib.ContextDecorator):
     """Chooses the implementation of ops in a ``with`` block, for the current thread.
+
+    It is also a decorator of a function.
 
     Args:
       implementation: as in :func:`set_implementation`, which sets the choice of the process.

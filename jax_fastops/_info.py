@@ -23,8 +23,9 @@ def info() -> dict[str, Any]:
     Returns:
       A dictionary with these keys:
 
-      - ``"version"``, ``"jax"``, ``"jaxlib"``: versions.
-      - ``"commit"``: the Git commit of the sources, or ``None`` if it is not known.
+      - ``"version"``, ``"jax"``, ``"jaxlib"``: versions of the installed packages.
+      - ``"commit"``: the Git commit of the sources, or ``None`` if it is not known. In a checkout
+        it is the present one, also where ``"version"`` is that of an earlier build.
       - ``"implementation"``: the value of :func:`set_implementation` in force.
       - ``"modules"``: for each platform, the file of its native module and how it was built
         (compiler, FFI version, kernel ABI, instruction sets or compute capabilities), or ``None``

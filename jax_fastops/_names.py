@@ -28,6 +28,8 @@ _ADVICE = {name: advice for names, advice in _FUNCTIONS.items() for name in name
 
 def advice(name: str) -> str:
     """What to call in place of a function that has this name elsewhere: empty, or in brackets."""
+    if name in ("models", "nnx"):
+        return f" (it is a module: import jax_fastops.{name})"
     return f" (use {_ADVICE[name]})" if name in _ADVICE else ""
 
 

@@ -76,8 +76,7 @@ def choose_handlers(name: str, module) -> tuple[tuple[int, int], dict]:
     raise ImportError(
         f"jax_fastops.{name} was built for XLA FFI {have}, and the installed jaxlib "
         f"{jaxlib.__version__} with XLA FFI {_version_text(running)} refuses it. Install jaxlib >= "
-        f"{module.build_info()['jaxlib_version']} or a newer jax_fastops, or rebuild against this "
-        f"jaxlib. {_REBUILD}"
+        f"{module.build_info()['jaxlib_version']} or a newer jax_fastops."
     )
 
 
@@ -145,21 +144,15 @@ def _add_installed_folder() -> None:
     """Lets this package find the native modules of the installed one.
 
     The Python files of a checkout have no native modules next to them, and precede the installed
-    package in a Python that is started there. Files and kernels of one version may still be of
-    different commits: the ABI, and handlers that refuse unknown buffers and attributes, protect
-    from that, as they do for programs in a compilation cache.
+    package in a Python that is started there. Files and kernels may be of different commits: the
+    ABI, and handlers that refuse unknown buffers and attributes, protect from that, as they do for
+    programs in a compilation cache.
     """
     try:
         installed = importlib.metadata.distribution("jax_fastops")
     except importlib.metadata.PackageNotFoundError:
         return
-    folder = str(installed.locate_file("jax_fastops"))
-    if installed.version != __version__:
-        raise ImportError(
-            f"{_HERE}, of version {__version__}, has no native modules, and those in {folder} are "
-            f"of version {installed.version}. {_REBUILD}"
-        )
-    sys.modules["jax_fastops"].__path__.append(folder)
+    sys.modules["jax_fastops"].__path__.append(str(installed.locate_file("jax_fastops")))
 
 
 # Lowering platform -> why its module is there but not used. Filled by _modules().

@@ -129,6 +129,6 @@ def attend(
         return by_engines(call, qkv, bias, num_heads, kv_heads)[0]
 
     operands = (qkv, bias, mask, masks.query_lengths, masks.key_lengths)
-    options = dict(heads=num_heads, scale=call.scale)
-    y = _OP(*operands, otherwise=otherwise, composed=True, **options)
+    features, options = {"keys": length}, dict(heads=num_heads, scale=call.scale)
+    y = _OP(*operands, features=features, otherwise=otherwise, composed=True, **options)
     return y, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ def text(rows: Sequence[tuple[str, ...]], most: int = 100) -> str:
     """
     if not rows:
         return ""
+    rows = _with_places(rows)
     *names, last = rows[0]
     longest = [max(len(row[i]) for row in rows) for i in range(len(names))]
     widths = [min(n, _WIDTHS.get(name, n)) for n, name in zip(longest, names, strict=True)]
@@ -43,13 +45,21 @@ def text(rows: Sequence[tuple[str, ...]], most: int = 100) -> str:
     return "\n".join(lines)
 
 
+def _with_places(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The rows with "cell" in place of the file that IPython makes of a cell."""
+    at = rows[0].index("where") if rows and "where" in rows[0] else 0
+    file = re.compile(r"\S*/ipykernel_\d+/\d+\.py")
+    return [(*row[:at], file.sub("cell", row[at]), *row[at + 1 :]) for row in rows]
+
+
 def as_html(rows: Sequence[tuple[str, ...]]) -> str:
     lines = []
-    for row in rows:
+    for row in _with_places(rows):
         kind = "td" if lines else "th"
         cells = (f'<{kind} style="text-align:left">{html.escape(c)}</{kind}>' for c in row)
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table>{''.join(lines)}</table>" if rows else ""
+    # The class is that of pandas' tables, for which notebooks and pages have a style.
+    return f'<table class="dataframe">{"".join(lines)}</table>' if rows else ""
 
 
 def size(n: int) -> str:

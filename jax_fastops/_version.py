@@ -1,3 +1,8 @@
-"""The package's version. The build reads it from here."""
+"""The version of the installed package, which the build takes from Git's tags."""
 
-__version__ = "0.1.0"
+from importlib import metadata
+
+try:
+    __version__ = metadata.version("jax_fastops")
+except metadata.PackageNotFoundError:  # a folder on the path
+    __version__ = "0+unknown"

@@ -76,6 +76,12 @@ DECODERS = {
         LLAMA | dict(num_hidden_layers=3, no_rope_layer_interval=2, pad_token_id=0),
     ),
     "gemma": ("GemmaForCausalLM", LLAMA | dict(head_dim=4)),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        LLAMA
+        | dict(head_dim=4, query_pre_attn_scalar=3, sliding_window=3)
+        | dict(attn_logit_softcapping=2.0, final_logit_softcapping=1.5),
+    ),
     "olmo3": (
         "Olmo3ForCausalLM",
         LLAMA

@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -137,6 +138,22 @@ def test_fine_tuning(example, bert_folder, texts, tmp_path, capsys):
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and error.count("\n") == 1
     assert f"{checkpoint / '40'} is damaged (its checksum differs)" in error
+
+
+def test_accumulation(example, bert_folder, texts):
+    """Parameters change in every second step, also by the gradients of the step before."""
+    module = example("finetune_bert")
+    given = [str(bert_folder), f"--train={texts}", "--steps=8", "--accumulate=2", "--rate=1e-2"]
+    job = module.FineTuning(module.parse(given))
+    state = job.init()
+    kernels = [np.array(state["params"]["classifier"]["kernel"])]
+    for step in range(4):
+        state, _ = job.update(state, job.batch(step))
+        kernels.append(np.array(state["params"]["classifier"]["kernel"]))
+    changed = [bool((a != b).any()) for a, b in itertools.pairwise(kernels)]
+    assert changed == [False, False, False, True]  # the rate of the first update is 0
+    with pytest.raises(SystemExit):
+        module.parse([*given, "--accumulate=5"])
 
 
 @pytest.mark.parametrize(

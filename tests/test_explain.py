@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jax_fastops as fo
-from jax_fastops import _auto, _dispatch, _explain, _native, _op
+from jax_fastops import _auto, _dispatch, _explain, _native, _op, _tables
 
 X = jax.ShapeDtypeStruct((1024, 64), np.dtype("float32"))
 
@@ -50,9 +50,9 @@ def test_the_size_decides(size, forward, grad, measured):
     x = jax.ShapeDtypeStruct((size,), X.dtype)
     call = only(fo.relu, x)
     assert call.kernel is forward
-    words = ("faster", ">=") if forward else ("no faster", "<")
+    words = ("faster", "4,096 bytes or more") if forward else ("no faster", "below 4,096 bytes")
     assert call.reason == (
-        f"the kernel was measured as {words[0]}, bytes {4 * size:,} {words[1]} 4,096"
+        f"the kernel was measured as {words[0]}: arrays of {4 * size:,} bytes ({words[1]})"
     )
     assert only(gradient(fo.relu), x).kernel is grad
 
@@ -62,10 +62,12 @@ def test_a_flag_decides(measured):
     mask = of_shape(1024, 64, dtype=bool)
     call = only(lambda x, where: fo.softmax(x, where=where), X, mask)
     assert call.kernel
-    assert call.reason == "the kernel was measured as faster, masked, row_bytes 256 < 512"
+    assert call.reason == (
+        "the kernel was measured as faster: a mask, rows of 256 bytes (below 512 bytes)"
+    )
     call = only(fo.softmax, X)
     assert not call.kernel
-    assert call.reason == "the kernel was measured as no faster, not masked"
+    assert call.reason == "the kernel was measured as no faster: no mask"
 
 
 def test_an_entry_that_never_gains(measured):
@@ -529,6 +531,33 @@ def test_shards(native):
         fo.relu, mesh=mesh, in_specs=jax.P("i"), out_specs=jax.P("i"), check_vma=True
     )
     assert only(mapped, X).kernel
+
+
+def test_every_bound_of_the_tables_has_words():
+    def decided(tree):
+        if not isinstance(tree, bool):
+            yield tree[0], tree[1] == 1
+            yield from (each for inner in tree[2:] for each in decided(inner))
+
+    rules = [
+        uses for d in _auto.DEVICES for entry in d["entries"].values() for uses in entry.values()
+    ]
+    for name, is_flag in {
+        each for uses in rules for tree in uses.values() for each in decided(tree)
+    }:
+        assert name in (_auto.FLAGS if is_flag else _auto.WORDS)
+
+
+def test_the_text_without_a_call():
+    text = "is a function: call it with the arguments of relu"
+    assert str(fo.explain(fo.relu)) == f"explain(relu) {text}"
+    assert str(fo.autofuse.report(fo.relu)) == f"autofuse.report(relu) {text}"
+
+
+def test_a_cell_of_a_notebook_has_no_path():
+    rows = [("op", "where"), ("relu", "/tmp/ipykernel_5/12.py:3")]
+    assert _tables.text(rows).split() == ["op", "where", "relu", "cell:3"]
+    assert '<td style="text-align:left">cell:3</td>' in _tables.as_html(rows)
 
 
 def test_the_text_is_a_table(native):

@@ -31,6 +31,7 @@ def test_a_block_overrides_the_choice_of_the_process():
         fo.set_implementation("auto")
         assert current() == "xla"
     assert current() == "auto"
+    assert block(current)() == "xla"
 
 
 def test_threads_in_blocks_leave_the_choice_of_the_process_alone():
@@ -154,6 +155,10 @@ WORDS = np.array([[5, 6, 7]])
 def test_a_wrong_call_says_what_is_right(call, message):
     with pytest.raises((AttributeError, TypeError, ValueError), match=message):
         call()
+
+
+def test_modules_are_imported_by_their_names():
+    assert _names.advice("nnx") == " (it is a module: import jax_fastops.nnx)"
 
 
 @pytest.mark.parametrize("advice", _names._FUNCTIONS.values())

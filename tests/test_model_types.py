@@ -99,6 +99,7 @@ def test_decoders(native, name):
 
 VARIANTS = {
     "olmo2": dict(scan=True, remat=True),
+    "gemma2": dict(remat=True),
     "gemma3_text": dict(remat=True),
     "gpt2": dict(scan=True, remat=True),
     "gpt2-tensor": dict(tensor_parallel=True),
@@ -194,6 +195,8 @@ def test_errors(tmp_path):
     for changes, message in (
         (dict(unrotated_layers=(2,)), "unrotated_layers has 2, but layers is 2"),
         (dict(norms="post", qk_norm=True, tensor_parallel=True), "tensor_parallel is True, but"),
+        (dict(attention_softcap=1.0, attention="xla"), "with attention_softcap it must be 'softm"),
+        (dict(logits_softcap=0), "logits_softcap is 0.0; it must be positive and finite"),
         (dict(norms="none"), "norms is 'none'; it must be one of 'pre', 'post', 'both'"),
     ):
         with pytest.raises(ValueError, match=message):

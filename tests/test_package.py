@@ -79,7 +79,7 @@ def test_a_module_built_with_newer_headers_is_refused_and_the_backend_lives(copy
         in done.stdout
     ), done.stderr
     assert f"XLA FFI {built}" in done.stdout and "with XLA FFI 0.0 refuses it" in done.stdout
-    assert "rebuild" in done.stdout
+    assert "or a newer jax_fastops." in done.stdout
     assert "backend works: 3.0 cpu" in done.stdout
 
 
@@ -131,15 +131,6 @@ def test_a_checkout_without_an_installed_package_says_what_to_do(checkout, tmp_p
     assert "jax_fastops._cpu" in done.stdout and "is missing" in done.stdout, done.stderr
     assert "'pip install --force-reinstall --no-deps .'" in done.stdout
     assert "xla\nNone" in done.stdout
-
-
-def test_a_checkout_refuses_the_kernels_of_another_version(checkout, copy_of_package):
-    shutil.rmtree(next(copy_of_package.parent.glob("*.dist-info")))
-    write_metadata(copy_of_package.parent, "0.0.1")
-    done = run_in_checkout(checkout, copy_of_package.parent)
-    assert f"{checkout}, of version {fo.__version__}, has no native modules" in done.stdout
-    assert f"those in {copy_of_package} are of version 0.0.1" in done.stdout, done.stderr
-    assert "Reinstall" in done.stdout and "xla\nNone" in done.stdout
 
 
 def test_kernels_of_another_abi_are_refused(checkout, copy_of_package):
@@ -332,6 +323,18 @@ def test_info():
     for op in ("relu", "add_relu", "transpose", "split_heads", "split_qkv_heads"):
         assert info["ops"][op]["cpu"] == "native" and info["ops"][op]["other"] == "xla"
     json.dumps(info)  # plain values
+
+
+def test_the_wheel_lists_what_is_compiled_in():
+    files = importlib.metadata.files("jax_fastops") if fo.__version__ != "0+unknown" else []
+    if not files:
+        pytest.skip("no wheel is installed")
+    (sbom,) = (json.loads(file.read_text()) for file in files if file.name == "native.cdx.json")
+    assert sbom["metadata"]["component"]["version"] == fo.__version__
+    versions = {part["name"]: part["version"] for part in sbom["components"]}
+    assert {"nanobind", "robin_map", "XLA FFI headers"} <= set(versions) and all(versions.values())
+    licenses = [file for file in files if "licenses/third_party" in str(file)]
+    assert {file.parent.name for file in licenses} >= {"nanobind", "robin_map", "xla"}
 
 
 def test_python_m_prints_info():

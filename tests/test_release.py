@@ -20,14 +20,11 @@ FILES = ("pyproject.toml", "CITATION.cff", "README.md", "SECURITY.md", "CHANGELO
 @pytest.fixture
 def folder(tmp_path):
     """The files that the check reads, without placeholders, for a release of version 7.0.0."""
-    package = tmp_path / "jax_fastops"
-    package.mkdir()
-    (package / "_version.py").write_text('__version__ = "7.0.0"\n')
     for name in FILES:
         shutil.copy(CHECKOUT / name, tmp_path)
         text = (tmp_path / name).read_text()
         text = re.sub(r"\.example\b", ".org", text)
-        text = re.sub(r"^version: .*", "version: 7.0.0", text, flags=re.MULTILINE)
+        text = re.sub(r'(fallback_version = )".*"', r'\1"7.0.1.dev0"', text)
         text = re.sub(r'"jax\[(cuda1[23])\]', r'"jax_fastops-\1-plugin", \g<0>', text)
         (tmp_path / name).write_text(text.replace("## Unreleased", "## 7.0.0 - 2030-01-01"))
     return tmp_path
@@ -47,11 +44,9 @@ def test_a_finished_release_is_publishable(folder):
         ("pyproject.toml", ".org/source", ".example/source", "source is a placeholder"),
         ("SECURITY.md", ".org>", ".example>", "is a placeholder"),
         ("pyproject.toml", '"jax_fastops-cuda13-plugin", "', '"', "the extra cuda13 does not"),
-        ("CITATION.cff", "version: 7.0.0", "version: 6.0.0", "CITATION.cff: the version is not"),
-        ("jax_fastops/_version.py", "7.0.0", "7.0.0.dev1", "is no version of a release"),
-        ("jax_fastops/_version.py", "7.0.0", "7.0.1", "the tag is v7.0.0"),
         ("CHANGELOG.md", "## 7.0.0", "## Unreleased", "there are entries under 'Unreleased'"),
-        ("CHANGELOG.md", "## 7.0.0", "## 6.9.0", "no section for 7.0.0"),
+        ("CHANGELOG.md", "## 7.0.0", "## 6.9.0", "no section for v7.0.0"),
+        ("pyproject.toml", "7.0.1.dev0", "7.0.0.dev0", "fallback_version 7.0.0.dev0 is not above"),
     ],
 )
 def test_what_is_missing_is_named(folder, file, old, new, says):
@@ -88,10 +83,18 @@ def test_plugins_differ_in_the_version_of_cuda_only():
     old = re.sub(r"12([.-])9", r"13\g<1>0", old)
     assert re.sub(r'(?i)((?:cuda|cu|::|")[ -]?)12(?!\d)', r"\g<1>13", old) == new
     plugin, package = (
-        tomllib.loads(file.read_text())["build-system"]["requires"][1:]
-        for file in (files[0], CHECKOUT / "pyproject.toml")
+        tomllib.loads(file.read_text()) for file in (files[0], CHECKOUT / "pyproject.toml")
     )
-    assert plugin == package
+    assert plugin["build-system"]["requires"][1:] == package["build-system"]["requires"][1:]
+    version = {"root": "../..", **package["tool"]["setuptools_scm"]}
+    assert plugin["tool"]["setuptools_scm"] == version
+
+
+def test_the_headers_are_those_of_the_oldest_jaxlib():
+    built = (CHECKOUT / "CMakeLists.txt").read_text()
+    oldest = re.search(r"FASTOPS_JAXLIB_VERSION (\d+\.\d+)\.", built)[1]
+    needed = re.findall(r'"jax(?:\[\w+\])?>=(.*)"', (CHECKOUT / "pyproject.toml").read_text())
+    assert needed == [oldest] * 3  # the package, cuda12, cuda13
 
 
 def test_actions_are_pinned():

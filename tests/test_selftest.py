@@ -1,7 +1,5 @@
 """``python -m jax_fastops --selftest``."""
 
-import tomllib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,9 +37,3 @@ def test_a_right_kernel_passes_and_a_wrong_one_fails(monkeypatch, capsys):
 def test_an_error_is_relative_to_the_largest_element_and_nan_is_kept(bad):
     error = _selftest.error_of([np.zeros(3), np.array([bad, 4.0])], [np.zeros(3), np.full(2, 4.0)])
     assert not error <= 0.1
-
-
-def test_the_version_is_in_one_place():
-    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]
-    assert "version" not in project and "version" in project["dynamic"]
-    assert f"version: {fo.__version__}\n" in (TESTS.parent / "CITATION.cff").read_text()

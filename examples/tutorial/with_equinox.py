@@ -46,7 +46,8 @@ class Model(eqx.Module):
 
 def loss(model, tokens):
     logits = jax.vmap(model)(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean()
 
 
 def train(loss, steps=3):

@@ -23,7 +23,8 @@ class Model(nn.Module):
 
 def loss(params, tokens):
     logits = Model().apply(params, tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean()
 
 
 def train(loss, steps=3):

@@ -8,7 +8,8 @@ WIDTH, TOKENS = 128, 1000
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        self.norm1, self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.norm1 = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
         self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
         self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
@@ -30,7 +31,8 @@ class Model(nnx.Module):
 
 def loss(model, tokens):
     logits = model(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean()
 
 
 def train(loss, steps=3):

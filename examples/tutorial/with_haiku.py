@@ -12,7 +12,9 @@ def model(tokens):
 
     x = hk.Embed(TOKENS, WIDTH)(tokens)
     h = norm(x)
-    attention = hk.MultiHeadAttention(4, WIDTH // 4, w_init=hk.initializers.VarianceScaling())
+    attention = hk.MultiHeadAttention(
+        4, WIDTH // 4, w_init=hk.initializers.VarianceScaling()
+    )
     x = x + attention(h, h, h)
     x = x + hk.Linear(WIDTH)(jax.nn.gelu(hk.Linear(4 * WIDTH)(norm(x))))
     return hk.Linear(TOKENS)(norm(x))
@@ -23,7 +25,8 @@ network = hk.without_apply_rng(hk.transform(model))
 
 def loss(params, tokens):
     logits = network.apply(params, tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean()
 
 
 def train(loss, steps=3):

@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from jax_fastops._arguments import array_leaves, check_function
+from jax_fastops._explain import Waiting
 from jax_fastops.autofuse._evaluate import Plan, Settings, fused
 from jax_fastops.autofuse._report import FuseReport, report_of
 
@@ -132,7 +133,6 @@ class autofuse(Generic[_P, _T]):
             fn, settings = fn._fn, Settings(dropout=fn._dropout, tune=fn._tune)
         check_function("autofuse.report", fn)
 
-        @functools.wraps(fn)
         def reported(*args: Any, **kwargs: Any) -> FuseReport:
             plans: list[Plan] = []
             operands, with_arrays = array_leaves(args, kwargs, _is_array)
@@ -150,7 +150,7 @@ class autofuse(Generic[_P, _T]):
 
             return report_of(plans, fn, other)
 
-        return reported
+        return Waiting("autofuse.report", fn, reported)
 
 
 def _is_array(x: Any) -> bool:

@@ -447,7 +447,7 @@ def _form_of(node: Node, weights: Value, values: Value, given: _Values) -> _Form
         if scores.near is not None:
             raise _Near(*scores.near)
         if drop is not None and drop.key.shape != ():
-            raise _Near(dropped, "its dropout has several keys")
+            raise _Near(dropped, "its dropout has several keys, as under vmap")
         query, key, value = operands
         _check(scores.product.value.node, value)
         _check(node, value)

@@ -277,7 +277,7 @@ def _attention(params: dict, x, config: Config, mask, key, ops: Ops):
     return mask.of_rows(y) if isinstance(mask, Tokens) else y
 
 
-_SHORT = 128  # tokens at most: ``qkv_attention`` has a kernel for such sequences
+_SHORT = range(64, 129)  # tokens for which ``qkv_attention`` has a kernel of its own
 
 
 def _attention_of(bias, qkv, config: Config, ops: Ops, **options: Any):
@@ -285,7 +285,7 @@ def _attention_of(bias, qkv, config: Config, ops: Ops, **options: Any):
     own = config.attention == "softmax"
     if own and not is_sharded(qkv, 1):
         # The kernel of short sequences adds the bias. Otherwise XLA does, maybe in the product.
-        short = jax.default_backend() == "gpu" and qkv.shape[1] <= _SHORT
+        short = jax.default_backend() == "gpu" and qkv.shape[1] in _SHORT
         given = (qkv, bias) if short else (biased(qkv, bias),)
         return ops.qkv_attention(*given, num_heads=config.heads, **options)
     head_size = config.hidden_size // config.heads

@@ -34,7 +34,10 @@ _COPIED = (
     "additional_chat_templates/*",
     "*.model",
 )
-OTHERS = "; for another model, use autofuse on an implementation in JAX"
+OTHERS = (
+    "; encoders are in bert_checkpoint, decoders in decoder_checkpoint; for another model, use "
+    "autofuse on an implementation in JAX"
+)
 _BLOCK = 2**24  # elements that are converted at once
 
 

@@ -112,11 +112,11 @@ class Checks(NamedTuple):
             name, value = field.name, getattr(config, field.name)
             if name == "dtype":
                 value = self.dtype(value)
-            elif field.type == "int | None" and value is None:
+            elif field.type in ("int | None", "float | None") and value is None:
                 continue
             elif field.type in ("int", "int | None"):  # the text of the annotation
                 value = self.integer(name, value, 1)
-            elif field.type == "float":
+            elif field.type in ("float", "float | None"):
                 value = self.number(name, value)
             elif field.type == "bool":
                 value = self.boolean(name, value)

@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._decoder_layers import Config, Ops, forward, init_cache, prepared
-from jax_fastops.models._products import wide_product
+from jax_fastops.models._products import softcapped, wide_product
 from jax_fastops.models._sharding import element, explicit_spec, whole
 
 _CHECK = Checks("decoder")
@@ -56,7 +56,7 @@ def continued(params: dict, table, tokens, mask, config: Config, plan: Plan, ops
 
     def next_token(hidden, step):
         logits = whole(wide_product("be,ve->bv", element(hidden, -1), table), 1)
-        return plan.token(logits, step)
+        return plan.token(softcapped(logits, config.logits_softcap), step)
 
     def body(state):
         step, token, new, lengths, cache = state

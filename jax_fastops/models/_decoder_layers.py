@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from jax_fastops.bias_act import ACTIVATIONS
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._layers import in_turn
 from jax_fastops.models._parameters import cast_kernels
+from jax_fastops.models._plain import attention as plain_attention
 from jax_fastops.models._plain import rotated
 from jax_fastops.models._products import (
     ATTENTIONS,
@@ -83,6 +85,10 @@ class Config:
       scaled_embeddings: whether embeddings are multiplied by the root of ``hidden_size``.
       positions: the number of learned positions, as in GPT-2. They replace the rotary embedding;
         norms are layer norms, and the feed-forward is not gated and has biases. ``None``: none.
+      attention_scale: the factor of the scores of attention. ``None``: ``head_dim**-0.5``.
+      attention_softcap: scores become ``cap * tanh(scores / cap)``, as in Gemma 2. This attention
+        is plain JAX, with ``attention="softmax"``. ``None``: they do not.
+      logits_softcap: the same for the logits of the vocabulary.
 
     Example:
       >>> decoder.Config(heads=16, kv_heads=4).hidden_size
@@ -118,6 +124,9 @@ class Config:
     local_theta: float | None = None
     scaled_embeddings: bool = False
     positions: int | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
 
     def __post_init__(self) -> None:
         _CHECK.fields(self)
@@ -129,11 +138,16 @@ class Config:
             raise ValueError(f"decoder: head_dim is {self.head_dim}; it must be even")
         for name in ("full_layers", "unrotated_layers"):
             self._check_layers(name)
-        if self.local_theta is not None:
-            theta = _CHECK.number("local_theta", self.local_theta)
-            object.__setattr__(self, "local_theta", theta)
-            _CHECK.finite(local_theta=theta)
+        for name in ("local_theta", "attention_scale", "attention_softcap", "logits_softcap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"decoder: {name} is {value}; it must be positive and finite")
         _CHECK.choice("attention", self.attention, ATTENTIONS)
+        if self.attention_softcap is not None and self.attention != "softmax":
+            raise ValueError(
+                f"decoder: attention is {self.attention!r}, which has no softcap; with "
+                "attention_softcap it must be 'softmax'"
+            )
         _CHECK.choice("norms", self.norms, ("pre", "post", "both"))
         _CHECK.choice("activation", self.activation, tuple(ACTIVATIONS))
         _CHECK.finite(rope_theta=self.rope_theta, eps=self.eps, init_range=self.init_range)
@@ -484,7 +498,12 @@ def _attention(params: dict, x, cached, config: Config, turns, attend: _Attend, 
         k, v = (k, v) if attend.fresh else cached
     own = config.attention == "softmax" or not attend.fresh
     attention = ops.attention if own else jax_attention(config.attention)
-    y = attention(q, k, v, mask=attend.mask, **attend.rules)
+    options = dict(attend.rules)
+    if config.attention_scale is not None:
+        options["scale"] = config.attention_scale
+    if config.attention_softcap is not None:
+        attention, options["softcap"] = plain_attention, config.attention_softcap
+    y = attention(q, k, v, mask=attend.mask, **options)
     return y.reshape(*x.shape[:2], config.heads * config.head_dim), cached
 
 

@@ -16,8 +16,7 @@ class ModelType(NamedTuple):
       supported: options that must have these values. Others mean another network.
       activation: the key of the activation.
       windows: the layers that a sliding window is for: none; all; ``"typed"``: those that
-        ``layer_types`` names, whose rotary frequencies are others; ``"option"``: those that it
-        names, with ``use_sliding_window``.
+        ``layer_types`` names; ``"option"``: those that it names, with ``use_sliding_window``.
       ropes: the kinds of rotary frequencies.
       modules: PyTorch's modules, as ``_checkpoint.leaves_of`` takes them.
       layer_module: the module of all layers.
@@ -106,6 +105,39 @@ _QWEN2 = _LLAMA._replace(
     defaults=_QWEN,
     fixed={"qkv_bias": True},
     windows="option",
+)
+_GEMMA2 = _LLAMA._replace(
+    architecture="Gemma2ForCausalLM",
+    defaults=_ALL
+    | {
+        "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+    },
+    fields=_FIELDS
+    | {
+        "attention_softcap": "attn_logit_softcapping",
+        "logits_softcap": "final_logit_softcapping",
+    },
+    fixed={"norms": "both", "scaled_embeddings": True},
+    supported={"use_bidirectional_attention": False},
+    modules=_MODULES | {"layers": _MODULES["layers"] | {"norm": "pre_feedforward_layernorm"}},
+    activation="hidden_activation",
+    windows="typed",
+    unit_offset=True,
 )
 TYPES: dict[str, ModelType] = {
     "llama": _LLAMA,
@@ -206,37 +238,26 @@ TYPES: dict[str, ModelType] = {
         supported={"use_bidirectional_attention": False},
         unit_offset=True,
     ),
-    "gemma3_text": _LLAMA._replace(
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2._replace(
         architecture="Gemma3ForCausalLM",
-        defaults=_ALL
+        defaults=_GEMMA2.defaults
         | {
             "vocab_size": 262208,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
             "max_position_embeddings": 131072,
-            "tie_word_embeddings": True,
-            "attention_bias": False,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
             "sliding_window_pattern": 6,
             "rope_theta": 1000000.0,
             "rope_local_base_freq": 10000.0,
         },
+        fields=_FIELDS,
         fixed={"norms": "both", "qk_norm": True, "scaled_embeddings": True},
         supported={
             "use_bidirectional_attention": False,
             "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
         },
-        activation="hidden_activation",
-        windows="typed",
-        modules=_MODULES | {"layers": _MODULES["layers"] | {"norm": "pre_feedforward_layernorm"}},
-        unit_offset=True,
     ),
     "gpt2": ModelType(
         architecture="GPT2LMHeadModel",

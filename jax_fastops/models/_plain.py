@@ -104,6 +104,8 @@ def attention(
     value,
     *,
     mask=None,
+    scale=None,
+    softcap=None,
     is_causal=False,
     local_window_size=None,
     segment_ids=None,
@@ -126,10 +128,13 @@ def attention(
             causal &= other[None] >= at[:, None] - local_window_size[0]
         causal = of_rank(causal, 5)
         where = causal if where is None else where & causal
+    scale = size**-0.5 if scale is None else scale
+    if softcap is not None:
+        scores, scale = softcap * jnp.tanh(scores * (scale / softcap)), 1.0
     p = softmax(
         scores,
         where=where,
-        scale=size**-0.5,
+        scale=scale,
         dropout_key=dropout_key,
         dropout_rate=dropout_rate,
     )

@@ -66,6 +66,11 @@ def wide_product(equation: str, x, kernel):
     return jnp.einsum(equation, x, kernel, preferred_element_type=wide)
 
 
+def softcapped(x, cap: float | None):
+    """``cap * tanh(x / cap)``, or ``x`` without a cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 def in_table(index, count: int, mask):
     """The index into a table of so many rows, or ``None``. Padding gets the index of any row."""
     if index is None or mask is None or index.shape != mask.shape:
@@ -122,6 +127,8 @@ def jax_attention(implementation: str) -> Callable[..., jax.Array]:
 
 def vocabulary_loss(x, table, labels, config, ops, **options: Any) -> jax.Array:
     """The mean cross entropy of the logits ``x @ table.T``, whose classes may be sharded."""
+    softcap = getattr(config, "logits_softcap", None)  # which BERT does not have
+    options |= {} if softcap is None else {"softcap": softcap}
     # With tensor parallelism, XLA's passes: they can shard the vocabulary.
     with fo.use_implementation("xla") if config.tensor_parallel else contextlib.nullcontext():
         chunk = tokens_at_once(x, len(table))

@@ -40,7 +40,7 @@ from jax_fastops.models._decoder_layers import (
     init_cache,
     prepared,
 )
-from jax_fastops.models._products import in_table, vocabulary_loss, wide_product
+from jax_fastops.models._products import in_table, softcapped, vocabulary_loss, wide_product
 from jax_fastops.models._rotary import LinearScaling, RopeScaling, YarnScaling
 from jax_fastops.models._segments import Segments, checked
 from jax_fastops.models._sharding import following
@@ -297,7 +297,8 @@ def logits(params: dict[str, Any], hidden: jax.Array, config: Config) -> jax.Arr
       (2, 128)
     """
     _CHECK.features(hidden, config.hidden_size)
-    return wide_product("...e,ve->...v", hidden.astype(config.dtype), _head(params))
+    products = wide_product("...e,ve->...v", hidden.astype(config.dtype), _head(params))
+    return softcapped(products, config.logits_softcap)
 
 
 def _head(params: dict):

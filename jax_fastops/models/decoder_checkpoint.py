@@ -1,6 +1,6 @@
 """Hugging Face's checkpoints of decoders.
 
-The model types are Llama, Mistral, Qwen 2 and 3, Phi-3, OLMo 2 and 3, SmolLM3, Gemma, Gemma 3 and
+The model types are Llama, Mistral, Qwen 2 and 3, Phi-3, OLMo 2 and 3, SmolLM3, Gemma 1 to 3 and
 GPT-2.
 
 A checkpoint is a folder with ``config.json`` and ``model.safetensors``::
@@ -65,8 +65,15 @@ _SCALINGS: dict[str, tuple[Any, dict[str, str]]] = {
     "yarn": (decoder.YarnScaling, {"original_positions": _ORIGINAL}),
 }
 # Keys whose null is not the default: no window, num_attention_heads, hidden_size //
-# num_attention_heads, and 4 * n_embd.
-_NULLABLE = ("sliding_window", "num_key_value_heads", "head_dim", "n_inner")
+# num_attention_heads, 4 * n_embd, and no softcaps.
+_NULLABLE = (
+    "sliding_window",
+    "num_key_value_heads",
+    "head_dim",
+    "n_inner",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
 _IGNORED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # of old checkpoints
 
 
@@ -170,7 +177,8 @@ def _config_of(given: dict, dtype: str = "float32", **options: Any) -> decoder.C
         if fields.get(name) is None:
             fields[name] = default
     if "query_pre_attn_scalar" in kind.defaults:
-        check_supported("decoder", given, {"query_pre_attn_scalar": fields["head_dim"]})
+        size = given["query_pre_attn_scalar"]
+        fields["attention_scale"] = None if size == fields["head_dim"] else size**-0.5
     if "attention_bias" in kind.defaults:
         fields |= dict.fromkeys(("qkv_bias", "output_bias"), bool(given["attention_bias"]))
     if "positions" not in fields:
@@ -190,7 +198,7 @@ def _rope_of(given: dict, kind: ModelType) -> dict[str, Any]:
     # takes the former.
     rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
     found: dict[str, Any] = {}
-    if kind.windows == "typed":
+    if "rope_local_base_freq" in kind.defaults:
         local = rope.get("sliding_attention") or {}
         check_supported("decoder", without_null(local), {"rope_type": "default"})
         found["local_theta"] = local.get("rope_theta", given["rope_local_base_freq"])
@@ -360,8 +368,9 @@ def _written(config: decoder.Config, name: str) -> dict[str, Any]:
             values = {names.get(own, own): value for own, value in scaling._asdict().items()}
             written["rope_scaling"] = {"rope_type": rope_type, **values}
     if "query_pre_attn_scalar" in kind.defaults:
-        written["query_pre_attn_scalar"] = config.head_dim
-    if kind.windows == "typed" and config.local_theta is not None:
+        scale = config.attention_scale
+        written["query_pre_attn_scalar"] = config.head_dim if scale is None else round(scale**-2)
+    if "rope_local_base_freq" in kind.defaults and config.local_theta is not None:
         # transformers 5 has both in one key, transformers 4 the bases in keys of their own.
         rope = written.pop("rope_scaling", {"rope_type": "default"})
         local = {"rope_type": "default", "rope_theta": config.local_theta}
