@@ -217,12 +217,14 @@ def sources() -> dict[str, str]:
         for who, best in fastest(rows, shape=row["shape"]).items():
             found[f"forward_{row['shape']}_{who}"] = f"{best['ms']:.2f} ({best['latency_ms']:.2f})"
     for row in load(f"attention-short-{H200}")["rows"]:  # later runs
-        who = {(2, "frozen"): "ours", (3, "torch"): "torch"}.get((row["run"], row.get("contender")))
-        if row.get("options") == "none" and row["shape"] == "32x512":
-            who = "ours"
-        if who and "ms" in row:
-            times = f"{row['ms']:.2f} ({row['latency_ms']:.2f})"
-            found[f"forward_{row['shape']}_{who}"] = times
+        run, who, shape = row["run"], row.get("contender"), row.get("shape")
+        # `auto` takes the kernel from 64 tokens on.
+        ours = (1, "frozen, without the kernel") if shape == "1x32" else (2, "frozen")
+        key = {ours: "ours", (3, "torch"): "torch"}.get((run, who))
+        if shape == "32x512":
+            key = "ours" if row.get("options") == "none" else None
+        if key and "ms" in row:
+            found[f"forward_{shape}_{key}"] = f"{row['ms']:.2f} ({row['latency_ms']:.2f})"
     for layer in load(f"bert-kernels-{H100}")["layers"]:
         if layer["weights"] == "bfloat16":
             launches = sum(not kernel.startswith("Memset") for kernel in layer["kernels"])
