@@ -216,6 +216,15 @@ def sources() -> dict[str, str]:
                 found[f"layer_{row['attention']}_{kind.split()[0]}_us"] = f"{ms / 12 * 1e3:.0f}"
         for who, best in fastest(rows, shape=row["shape"]).items():
             found[f"forward_{row['shape']}_{who}"] = f"{best['ms']:.2f} ({best['latency_ms']:.2f})"
+    for row in load(f"attention-short-{H200}")["rows"]:  # later runs
+        run, who, shape = row["run"], row.get("contender"), row.get("shape")
+        # `auto` takes the kernel from 64 tokens on.
+        ours = (1, "frozen, without the kernel") if shape == "1x32" else (2, "frozen")
+        key = {ours: "ours", (3, "torch"): "torch"}.get((run, who))
+        if shape == "32x512":
+            key = "ours" if row.get("options") == "none" else None
+        if key and "ms" in row:
+            found[f"forward_{shape}_{key}"] = f"{row['ms']:.2f} ({row['latency_ms']:.2f})"
     for layer in load(f"bert-kernels-{H100}")["layers"]:
         if layer["weights"] == "bfloat16":
             launches = sum(not kernel.startswith("Memset") for kernel in layer["kernels"])
@@ -232,17 +241,21 @@ def sources() -> dict[str, str]:
 
 
 def waits() -> dict[str, str]:
-    """The numbers of guides/inference.md: calls in flight, and calls that are waited for."""
+    """The numbers of guides/inference.md: calls in flight, calls that are waited for, options."""
     names = {
         "default": "default",
         "default, donated": "donated",
         "stacks, skip profiled, pdl": "stacks",
     }
-    return {
+    found = {
         f"wait_{names[row['variant']]}_{row['shape']}": f"{row['ms']:.2f} ({row['latency_ms']:.2f})"
         for row in load(f"inference-flags-{H200}")["rows"]
         if row["variant"] in names
     }
+    for row in load(f"attention-short-{H200}")["rows"]:
+        if row.get("shape") == "32x512" and row.get("options") in ("none", "no triton"):
+            found[f"options_{row['options'].replace(' ', '_')}"] = f"{row['ms']:.2f}"
+    return found
 
 
 def traces() -> dict[str, str]:

@@ -173,19 +173,21 @@ def _merged_heads(x):
     return merge(x, 1)
 
 
-def _over_leading(function):
-    """``function`` of operands with one leading dimension, for any number of them."""
+def over_leading(function, rank: int):
+    """``function`` of operands with one leading dimension, for any number of them.
 
-    def mapped(query, *rest, rank: int):
+    Without others, the first operand has the rank ``rank``.
+    """
+
+    def mapped(query, *rest):
         if query.ndim == rank:
             return function(query, *rest)
         size = query.shape[0]
         axes = [None if x is None or x.shape[0] != size else 0 for x in rest]
         rest = [x if x is None or a == 0 else x[0] for x, a in zip(rest, axes, strict=True)]
-        inner = functools.partial(mapped, rank=rank)
-        return jax.vmap(inner, in_axes=(0, *axes))(query, *rest)
+        return jax.vmap(mapped, in_axes=(0, *axes))(query, *rest)
 
-    return functools.partial(mapped, rank=5)
+    return mapped
 
 
 def _parts(query, key, value):
@@ -226,7 +228,7 @@ def _reference(
         sizes = (kv_heads, q.shape[2] // kv_heads)
         return split(y, 2, sizes), split(cast("jax.Array", sums), 1, sizes)
 
-    return _over_leading(example)(
+    return over_leading(example, 5)(
         query, key, value, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, keep
     )
 

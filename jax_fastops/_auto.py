@@ -187,6 +187,7 @@ _CUDA = _entries([
     ("segment_sum", "float32", (row_bytes >= 256) & (size >= 128 * MB),
      (row_bytes >= 256) & (size >= 128 * MB)),
     ("segment_sum", "float64", NEVER, NEVER),
+    ("short_attention", "half", keys >= 64, NEVER),
     ("softmax", "half", (size >= 3 * MB) & ((inner_bytes >= 64) | (row_bytes >= 256)),
      (size >= 32 * KB) & (row_bytes >= 40) & (row_count >= 96)),
     ("softmax", "float32", (size >= MB) & ((inner_bytes >= 64) | (row_bytes >= 64 * KB)),

@@ -1,7 +1,8 @@
 """``attention`` and ``qkv_attention``: dot-product attention with masks, segments and dropout.
 
-On a GPU, cuDNN computes bfloat16 and float16. Elsewhere a softmax kernel runs between two products.
-It applies scale, mask and dropout as it reads and writes, and the backward draws the bits of
+On a GPU, cuDNN computes bfloat16 and float16, and another kernel ``qkv_attention`` of short
+sequences that is not differentiated. Elsewhere a softmax kernel runs between two products. It
+applies scale, mask and dropout as it reads and writes, and the backward draws the bits of
 dropout again from the key.
 
 Sources: FasterTransformer, the BERT encoder layer; Vaswani et al., "Attention Is All You Need".
@@ -28,13 +29,11 @@ from jax_fastops._arguments import (
     same_floating_dtype,
 )
 from jax_fastops._attention import Attend, Masks
-from jax_fastops._broadcast import add, of_rank
+from jax_fastops._broadcast import of_rank
+from jax_fastops._projection import attend
 from jax_fastops._random import drop_of
 from jax_fastops._registry import example, example_key, register
 from jax_fastops._settings import own_code
-from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import merge_last, split, whole
-from jax_fastops.heads import merge_heads, split_qkv_heads
 
 _LARGEST = 2**31 - 1  # of int32
 _SIZES = {"b": (4, 2), "t": (128, 9), "m": (4, 3), "h": (64, 5)}
@@ -304,30 +303,7 @@ def qkv_attention(
     size = qkv.shape[-1] // (parts if packed else 1)
     call = _checked(op, size, sizes, bias, mask, **options)
 
-    def biased(qkv):
-        if qkv_bias is None:
-            return qkv
-        wide = qkv_bias.dtype if qkv_bias.dtype == qkv.dtype else accumulator_dtype(qkv.dtype)
-        return add(qkv, of_rank(qkv_bias.astype(wide), qkv.ndim))
-
-    def view(qkv):
-        qkv = biased(qkv)
-        if num_heads == kv_heads:
-            return (split(qkv, 2, (3, num_heads, size)) if packed else qkv), None, None
-        heads = split(qkv, 2, (parts, size))
-        return jnp.split(heads, (num_heads, num_heads + kv_heads), axis=2)
-
-    def by_softmax(call, qkv):
-        if packed:
-            q, *both = split_qkv_heads(qkv, qkv_bias, num_heads=num_heads, num_kv_heads=kv_heads)
-            # Where rows are sharded, XLA might gather the queries, and then the scores.
-            y, sums = call.by_softmax(q, *(whole(x, 2) for x in both), layout="bnth")
-            return merge_heads(y), sums
-        q, *both = (jnp.squeeze(part, 2) for part in jnp.split(biased(qkv), 3, axis=2))
-        y, sums = call.by_softmax(q, *(whole(x, 1) for x in both))
-        return merge_last(y), sums
-
-    y, sums = call(qkv, size=size, view=view, otherwise=by_softmax)
+    y, sums = attend(call, qkv, qkv_bias, num_heads, kv_heads)
     sums = _residual(call, sums, sizes, y.dtype) if return_residual else None
     return (y, sums) if return_residual else y
 

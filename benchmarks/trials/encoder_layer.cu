@@ -55,6 +55,24 @@ __device__ __forceinline__ uint32_t Pack(float a, float b) {
 
 __device__ __forceinline__ float Gelu(float x) { return 0.5f * x * (1 + erff(x * 0.70710678f)); }
 
+using MatrixB = uint32_t[2];
+
+// B, whose 16 rows are rows at `p`.
+template <typename T>
+__device__ __forceinline__ void LoadB(MatrixB& b, const T* p, int pitch, int lane) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(b[0]), "=r"(b[1])
+               : "r"(SharedAddress(p + lane % 16 * pitch)));
+}
+
+// B, whose 8 columns are rows at `p`.
+template <typename T>
+__device__ __forceinline__ void LoadTransposedB(MatrixB& b, const T* p, int pitch, int lane) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(b[0]), "=r"(b[1])
+               : "r"(SharedAddress(p + lane % 8 * pitch + lane / 8 % 2 * 8)));
+}
+
 __device__ __forceinline__ void Begin() {
   LetDependentsStart();
   AwaitPredecessors();
@@ -83,7 +101,7 @@ __global__ void __launch_bounds__(BM / 32 * WN * 32)
     const int r = i / (part / 8), c = i % (part / 8) * 8;
     CopyAsync<16, true>(xs + r * x_pitch + c, x + static_cast<int64_t>(row + r) * k + begin + c);
   }
-  AwaitCopiesOfBlock();
+  AwaitBlock<true>();
   const int warp = thread / 32, lane = thread % 32, wm = warp / WN * 32,
             wn = warp % WN * kTiles * 8;
   float c[2][kTiles][4] = {};
@@ -163,7 +181,7 @@ __global__ void Attention(const bf16* __restrict__ qkv, const int* __restrict__ 
     CopyAsync<16, true>(ks + i / 8 * kPitch + i % 8 * 8, key);
     CopyAsync<16, true>(vs + i / 8 * kPitch + i % 8 * 8, key + kFeatures);
   }
-  AwaitCopiesOfBlock();
+  AwaitBlock<true>();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float s[L / 8][4] = {};
 #pragma unroll

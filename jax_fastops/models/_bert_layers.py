@@ -277,11 +277,17 @@ def _attention(params: dict, x, config: Config, mask, key, ops: Ops):
     return mask.of_rows(y) if isinstance(mask, Tokens) else y
 
 
+_SHORT = range(64, 129)  # tokens for which ``qkv_attention`` has a kernel of its own
+
+
 def _attention_of(bias, qkv, config: Config, ops: Ops, **options: Any):
     """Attention of a product without its bias. ``options`` are those of ``ops.attention``."""
     own = config.attention == "softmax"
     if own and not is_sharded(qkv, 1):
-        return ops.qkv_attention(biased(qkv, bias), num_heads=config.heads, **options)
+        # The kernel of short sequences adds the bias. Otherwise XLA does, maybe in the product.
+        short = jax.default_backend() == "gpu" and qkv.shape[1] in _SHORT
+        given = (qkv, bias) if short else (biased(qkv, bias),)
+        return ops.qkv_attention(*given, num_heads=config.heads, **options)
     head_size = config.hidden_size // config.heads
     if config.tensor_parallel or config.attention == "xla":  # XLA fuses the split
         qkv = biased(qkv, bias)

@@ -63,6 +63,7 @@ def softmax(
 
 def qkv_attention(
     qkv,
+    qkv_bias=None,
     *,
     num_heads: int,
     mask=None,
@@ -78,6 +79,7 @@ def qkv_attention(
     It takes a mask, segments, or lengths. Queries after the end have any result.
     """
     del query_seq_lengths
+    qkv = qkv if qkv_bias is None else biased(qkv, qkv_bias)
     mask = mask if segment_ids is None else same_segment(segment_ids)
     if key_value_seq_lengths is not None:
         place = jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]

@@ -39,6 +39,13 @@ __device__ __forceinline__ void CopyAsync(void* to, const void* from) {
   }
 }
 
+// 16 bytes that leave L1 as it is, or zeros, for which nothing is read.
+__device__ __forceinline__ void CopyAsyncOrZero(bool copy, void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(SharedAddress(to)),
+               "l"(__cvta_generic_to_global(from)), "r"(copy ? 16 : 0)
+               : "memory");
+}
+
 // 16 bytes, with a cache policy for L2 from createpolicy.
 template <bool kBypassL1>
 __device__ __forceinline__ void CopyAsync16(void* to, const void* from, uint64_t policy) {

@@ -142,6 +142,11 @@ __device__ __forceinline__ bool HoldsInWarp(bool condition) {
   return __all_sync(kFullWarp, condition);
 }
 
+// The lanes of the warp, as bits, in which `condition` holds.
+__device__ __forceinline__ uint32_t LanesWhere(bool condition) {
+  return __ballot_sync(kFullWarp, condition);
+}
+
 // Replaces `before` by its sum over the lanes of a group before this one, and `after` by its sum
 // over those after it. A group has `lanes` lanes, `step` apart; this one has index `rank`. All
 // lanes of the warp call it.

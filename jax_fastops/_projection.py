@@ -1,0 +1,135 @@
+"""Attention of one projection: by the kernel of short sequences, by cuDNN, or by a softmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fastops._attention import Attend, Masks, over_leading
+from jax_fastops._broadcast import add, of_rank
+from jax_fastops._kernel import Kernel
+from jax_fastops._op import Op
+from jax_fastops._signature import accumulator_dtype
+from jax_fastops._views import merge_last, split, whole
+from jax_fastops.heads import merge_heads, split_qkv_heads
+
+_HEAD, _LENGTH = 64, 128  # of the kernel, as in src/short_attention/short_attention.h
+
+
+def by_engines(
+    call: Attend, qkv: Any, qkv_bias: Any, num_heads: int, kv_heads: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """The result of ``qkv + qkv_bias``, and the logarithms of the sums, by cuDNN or a softmax.
+
+    Args:
+      call: the arguments without heads.
+      qkv: ``[B, L, (num_heads + 2 * kv_heads) * H]`` or ``[B, L, 3, num_heads, H]``.
+      qkv_bias: with the shape of ``qkv`` without the first two dimensions, or ``None``.
+      num_heads: the number of heads of queries.
+      kv_heads: that of keys.
+    """
+    parts, packed = num_heads + 2 * kv_heads, qkv.ndim == 3
+    size = qkv.shape[-1] // (parts if packed else 1)
+
+    def biased(qkv):
+        if qkv_bias is None:
+            return qkv
+        wide = qkv_bias.dtype if qkv_bias.dtype == qkv.dtype else accumulator_dtype(qkv.dtype)
+        return add(qkv, of_rank(qkv_bias.astype(wide), qkv.ndim))
+
+    def view(qkv):
+        qkv = biased(qkv)
+        if num_heads == kv_heads:
+            return (split(qkv, 2, (3, num_heads, size)) if packed else qkv), None, None
+        heads = split(qkv, 2, (parts, size))
+        return jnp.split(heads, (num_heads, num_heads + kv_heads), axis=2)
+
+    def by_softmax(call, qkv):
+        if packed:
+            q, *both = split_qkv_heads(qkv, qkv_bias, num_heads=num_heads, num_kv_heads=kv_heads)
+            # Where rows are sharded, XLA might gather the queries, and then the scores.
+            y, sums = call.by_softmax(q, *(whole(x, 2) for x in both), layout="bnth")
+            return merge_heads(y), sums
+        q, *both = (jnp.squeeze(part, 2) for part in jnp.split(biased(qkv), 3, axis=2))
+        y, sums = call.by_softmax(q, *(whole(x, 1) for x in both))
+        return merge_last(y), sums
+
+    return call(qkv, size=size, view=view, otherwise=by_softmax)
+
+
+# ---- the op: attention of short sequences --------------------------------------------------------
+
+_KERNEL = Kernel.declare(
+    "short_attention",
+    "qkv: ... t a, bias?: a :acc?, mask?: ... t :bool, q_lengths?: ... :int32, "
+    "kv_lengths?: ... :int32 -> y: ... t ceil(a/3)",
+    scale=np.float64,
+)
+
+
+def _forward(*operands, heads: int, scale: float):
+    del heads  # of 64 elements
+    return _KERNEL(*operands, scale=scale).y
+
+
+def _reference(qkv, bias, mask, q_lengths, kv_lengths, *, heads: int, scale: float):
+    def example(qkv, mask, q_lengths, kv_lengths):
+        if mask is not None:
+            mask = mask[:, None, None]
+        masks = Masks(mask, query_lengths=q_lengths, key_lengths=kv_lengths)
+        call = Attend(scale, None, masks, None, False, 0, False)
+        return by_engines(call, qkv, bias, heads, heads)[0]
+
+    return over_leading(example, 3)(qkv, mask, q_lengths, kv_lengths)
+
+
+_OP = Op(
+    "short_attention",
+    "... t a, a, ... t, ..., ... -> ... t ceil(a/3)",
+    _reference,
+    family="attention",
+    kernels=(_KERNEL,),
+    forward=_forward,
+    data=(2, 3, 4),
+    shared={"qkv_bias": 1},
+)
+
+
+def attend(
+    call: Attend, qkv: Any, qkv_bias: Any, num_heads: int, kv_heads: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """As :func:`by_engines`, and by the kernel of short sequences where it is faster."""
+    masks, length = call.masks, qkv.shape[1]
+    only_keys = masks.mask is None or masks.mask.shape[1:] == (1, 1, length)
+    others = masks._replace(mask=None, query_lengths=None, key_lengths=None) != Masks()
+    if (
+        str(qkv.dtype) not in ("bfloat16", "float16")
+        or not only_keys
+        or others
+        or not isinstance(length, int)
+        or length > _LENGTH
+        or 0 in qkv.shape
+        or call.bias is not None
+        or call.drop is not None
+        or call.residual
+        or num_heads != kv_heads
+        or qkv.ndim != 3
+        or qkv.shape[2] != 3 * num_heads * _HEAD
+    ):
+        return by_engines(call, qkv, qkv_bias, num_heads, kv_heads)
+    mask, bias = masks.mask, qkv_bias
+    if mask is not None:
+        mask = jnp.broadcast_to(mask[:, 0, 0], qkv.shape[:2])
+    if bias is not None and bias.dtype != qkv.dtype:
+        bias = bias.astype(accumulator_dtype(qkv.dtype))
+
+    def otherwise(qkv, bias, *masks):
+        return by_engines(call, qkv, bias, num_heads, kv_heads)[0]
+
+    operands = (qkv, bias, mask, masks.query_lengths, masks.key_lengths)
+    features, options = {"keys": length}, dict(heads=num_heads, scale=call.scale)
+    y = _OP(*operands, features=features, otherwise=otherwise, composed=True, **options)
+    return y, None

@@ -1,0 +1,162 @@
+"""`qkv_attention` of short sequences by one kernel: which calls take it, and its values."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import Case, Sharding, Tolerance, checks
+from harness.numerics import normal
+from harness.sharding import mesh_for
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_fastops as fo
+from jax_fastops import _dispatch, _native
+from jax_fastops.models import bert
+
+KERNEL = "jax_fastops.short_attention"
+HERE = jax.default_backend() == "gpu" and KERNEL in _native.kernels("cuda")
+
+
+def expected(qkv, bias, keys=None, queries=None, *, heads=1):
+    """`keys` and `queries` are masks. Values of keys that do not count are not read."""
+    qkv = qkv if bias is None else qkv + bias
+    q, k, v = jnp.moveaxis(qkv.reshape(*qkv.shape[:2], 3, heads, 64), 2, 0)
+    keys = jnp.ones(qkv.shape[:2], bool) if keys is None else keys
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 8
+    weights = jax.nn.softmax(jnp.where(keys[:, None, None], scores, -1e30))
+    weights = jnp.where(keys[:, None, None], weights, 0)
+    y = jnp.einsum("bhqk,bkhd->bqhd", weights, jnp.where(keys[..., None, None], v, 0))
+    y = y.reshape(*y.shape[:2], -1)
+    return y if queries is None else jnp.where(queries[..., None], y, 0)
+
+
+CASE = Case(
+    name="short",
+    fn=lambda qkv, bias, end: fo.qkv_attention(
+        qkv, bias, num_heads=1, mask=(jnp.arange(3) < end[:, None])[:, None, None]
+    ),
+    reference=lambda qkv, bias, end: expected(qkv, bias, jnp.arange(3) < end[:, None]),
+    make_args=lambda rng, dtype: (
+        *(normal(rng, shape, dtype) for shape in ((2, 3, 192), (192,))),
+        rng.integers(1, 4, 2, np.int32),
+    ),
+    make_sharded_args=lambda rng, dtype: (
+        *(normal(rng, shape, dtype) for shape in ((8, 3, 192), (192,))),
+        rng.integers(1, 4, 8, np.int32),
+    ),
+    dtypes=("bfloat16", "float16"),
+    tolerance=Tolerance(ulps=64.0, lone=1.0),
+    shardings=(Sharding("batch", (0, None, 0), (0,), gradient_all_reduces=1),),
+    quick="^value$|^vjp$|^grad_of_vmap/x1$|^vmap/all/first$|sharded/auto/batch/v|shard_map/batch/v",
+)
+
+
+@checks(CASE)
+def test_transforms(check):
+    check()
+
+
+# ---- which calls take the kernel -----------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda_programs(monkeypatch):
+    """Programs are lowered for CUDA as by a build without cuDNN, whatever this machine has."""
+    names = frozenset({*_native.kernels("cpu"), KERNEL})
+    own = _native.kernels
+    monkeypatch.setattr(_native, "kernels", lambda p: names if p == "cuda" else own(p))
+    monkeypatch.setattr(_native, "runs_here", lambda p: True)
+    monkeypatch.setattr(_dispatch, "lowering_platform", lambda: "cuda")
+
+
+def calls(fn, *args):
+    text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count(f"@{KERNEL}.v")
+
+
+@pytest.mark.jax
+def test_calls(cuda_programs):
+    qkv = jnp.ones((8, 70, 384), "bfloat16")
+    bias, mask, lengths = jnp.ones(384), jnp.ones((8, 70), bool), jnp.ones(8, jnp.int32)
+    attention = functools.partial(fo.qkv_attention, num_heads=2)
+    keys = mask[:, None, None]
+    assert calls(attention, qkv) == 1
+    assert calls(lambda x, b, m: attention(x, b, mask=m), qkv, bias, keys) == 1
+    assert calls(lambda x, m: attention(x, mask=m), qkv, keys[:1]) == 1
+    both = dict(query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+    assert calls(lambda x: attention(x, **both), qkv) == 1
+    assert calls(jax.vmap(attention), qkv[None]) == 1
+    assert calls(jax.vmap(lambda b: attention(qkv, b)), bias[None]) == 0
+    assert calls(jax.grad(lambda x: attention(x).astype("float32").sum()), qkv) == 0
+    for options in (
+        dict(is_causal=True),
+        dict(bias=jnp.ones((70, 70))),
+        dict(mask=jnp.ones((70, 70), bool)),
+        dict(segment_ids=jnp.ones((8, 70), jnp.int32)),
+        dict(dropout_key=jax.random.key(0), dropout_rate=0.5),
+        dict(return_residual=True),
+        dict(num_heads=4),
+        dict(num_kv_heads=1, num_heads=4),
+    ):
+        assert calls(functools.partial(attention, **options), qkv) == 0, options
+    assert calls(attention, qkv.astype("float32")) == 0
+    for length in (63, 129):
+        assert calls(attention, jnp.zeros((1, length, 384), "bfloat16")) == 0
+    mesh = mesh_for(AxisType.Explicit)  # a device has whole features
+    for spec, count in ((P("a"), 1), (P(None, None, "a"), 0)):
+        with jax.set_mesh(mesh):
+            sharded = jax.device_put(qkv, NamedSharding(mesh, spec))
+            assert calls(attention, sharded) == count, spec
+    config = dataclasses.replace(bert.SMALL, heads=2, dtype="bfloat16")
+    params = bert.init(jax.random.key(0), config)
+    tokens = jnp.ones((8, 70), jnp.int32)
+    assert calls(lambda m: bert.apply(params, tokens, config, mask=m)[0], mask) == 2
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not HERE, reason="needs a GPU")
+@pytest.mark.usefixtures("native", "exact_products")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "batch, length, heads", [(1, 32, 12), (3, 128, 3), (70, 100, 4), (300, 33, 1), (2, 1, 2)]
+)
+def test_values(batch, length, heads, dtype):
+    """Sums with the bias are no less accurate than rounded ones. A query without keys gives 0."""
+    rng = np.random.default_rng(0)
+    qkv = normal(rng, (batch, length, 192 * heads), dtype)
+    wide = normal(rng, (192 * heads,), "float32")
+    keys, place = rng.random((batch, length)) < 0.6, np.arange(length)
+    keys[-1] &= batch == 1
+    qkv[~keys, 64 * heads :] = np.inf  # in keys and values that do not count
+    lengths = rng.integers(length // 2, length + 2, (2, batch))
+    names = ("query_seq_lengths", "key_value_seq_lengths")
+    inside = place < lengths[..., None]
+    for bias, where, ends in (
+        (wide, keys, lengths),
+        (wide.astype(dtype), keys, None),
+        (None, keys, lengths),
+    ):
+        given = {} if ends is None else dict(zip(names, ends, strict=True))
+        y = fo.qkv_attention(qkv, bias, num_heads=heads, mask=where[:, None, None], **given)
+        whole = qkv.astype("float32") + (0 if bias is None else bias.astype("float32"))
+        masks = (where, None) if ends is None else (where & inside[1], inside[0])
+        wanted = np.asarray(expected(whole, None, *masks, heads=heads))
+        error = np.linalg.norm(np.asarray(y, np.float32) - wanted)
+        assert error <= (5e-3 if dtype == "bfloat16" else 7e-4) * np.linalg.norm(wanted)
+        np.testing.assert_array_equal(np.asarray(y)[wanted == 0], 0)
+
+
+@pytest.mark.skipif(not HERE, reason="needs a GPU")
+@pytest.mark.usefixtures("native")
+def test_nan_is_not_hidden():
+    """A NaN in all scores of a query is no missing key."""
+    qkv = np.ones((2, 20, 192), jnp.bfloat16)
+    qkv[0, :, :64] = np.nan
+    y = fo.qkv_attention(qkv, num_heads=1, mask=np.arange(20) < 7)
+    np.testing.assert_array_equal(np.isnan(np.asarray(y, np.float32)).all((1, 2)), [True, False])
