@@ -55,13 +55,6 @@ def test_the_exceptions_are_needed():
     assert set(EXCEPTIONS) <= used
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.relative_to(SRC).as_posix())
-def test_guards_name_the_file(path):
-    if path.suffix in (".h", ".cuh"):
-        guard = "JAX_FASTOPS_" + re.sub(r"\W", "_", path.relative_to(SRC).as_posix()).upper() + "_"
-        assert f"#ifndef {guard}\n#define {guard}\n" in path.read_text()
-
-
 LONGEST_FILE, LONGEST_KERNEL = 700, 150
 # A file that has more lines, or a longer kernel, says why, in a comment that begins so.
 REASON = "// Long because"

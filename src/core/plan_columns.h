@@ -1,6 +1,5 @@
 // Launch plans of kernels over columns (core/cuda/held_columns.cuh).
-#ifndef JAX_FASTOPS_CORE_PLAN_COLUMNS_H_
-#define JAX_FASTOPS_CORE_PLAN_COLUMNS_H_
+#pragma once
 
 #include <cstdint>
 
@@ -79,5 +78,3 @@ struct ColumnsPlan {
 ColumnsPlan PlanColumns(const ColumnsShape& shape, const HeldLimits& limits);
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_CORE_PLAN_COLUMNS_H_

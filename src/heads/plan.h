@@ -1,7 +1,6 @@
 // Launch plans of the CUDA kernel that splits and merges heads: its unit, its tiles and its grid.
 // heads.cu explains why they are chosen so.
-#ifndef JAX_FASTOPS_HEADS_PLAN_H_
-#define JAX_FASTOPS_HEADS_PLAN_H_
+#pragma once
 
 #include <cstdint>
 
@@ -78,5 +77,3 @@ struct HeadsPlan {
 HeadsPlan PlanHeads(const HeadsCall& call);
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_HEADS_PLAN_H_

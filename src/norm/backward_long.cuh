@@ -5,8 +5,7 @@
 // processes the rows of one tile and one partial sum. The tile's sums, and later the row's totals,
 // are two values of the accumulator's type. They are stored in the place of the tile's dx until
 // that is written.
-#ifndef JAX_FASTOPS_NORM_BACKWARD_LONG_CUH_
-#define JAX_FASTOPS_NORM_BACKWARD_LONG_CUH_
+#pragma once
 
 #include <cstdint>
 #include <cstring>
@@ -201,5 +200,3 @@ __global__ void __launch_bounds__(kBlock, sizeof(T) < 8 ? 2 : 1)
 
 }  // namespace
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_NORM_BACKWARD_LONG_CUH_

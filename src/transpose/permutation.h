@@ -12,8 +12,7 @@
 // An identity has at most one dimension left: it is a copy.
 //
 // Source: OneFlow, "How to implement a permute / transpose operator".
-#ifndef JAX_FASTOPS_TRANSPOSE_PERMUTATION_H_
-#define JAX_FASTOPS_TRANSPOSE_PERMUTATION_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -93,5 +92,3 @@ class PlanCache {
 };
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_TRANSPOSE_PERMUTATION_H_

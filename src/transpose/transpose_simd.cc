@@ -556,7 +556,6 @@ void Rows(const LoopNest& nest, const char* in, char* out, int64_t bytes) {
 
 }  // namespace
 
-extern const TransposeKernels transpose_kernels;
 const TransposeKernels transpose_kernels = {
     {Transpose<1>::Run, Transpose<2>::Run, Transpose<4>::Run, Transpose<8>::Run,
      Transpose<16>::Run},

@@ -15,8 +15,7 @@
 // so it loads the two aligned words that contain them. It stores the aligned word that ends within
 // its columns; the thread to its left computes the beginning of that word. The first thread of a
 // strip's row computes only such a beginning, so strips overlap by a unit.
-#ifndef JAX_FASTOPS_WINDOW_SUM_COLUMNS_CUH_
-#define JAX_FASTOPS_WINDOW_SUM_COLUMNS_CUH_
+#pragma once
 
 #include <cstdint>
 #include <cstring>
@@ -302,5 +301,3 @@ __global__ void __launch_bounds__(kWindowSumThreads, ColumnsBlocks(kBytes, sizeo
 }
 
 }  // namespace jax_fastops::cuda::window_sum
-
-#endif  // JAX_FASTOPS_WINDOW_SUM_COLUMNS_CUH_

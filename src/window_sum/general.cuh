@@ -7,8 +7,7 @@
 // from the elements at both ends. For long windows there is a tree over the axis: the sums of 16
 // elements, of 16 of those, and so on. The common part is then at most 15 nodes on each side of
 // each level.
-#ifndef JAX_FASTOPS_WINDOW_SUM_GENERAL_CUH_
-#define JAX_FASTOPS_WINDOW_SUM_GENERAL_CUH_
+#pragma once
 
 #include <cstdint>
 
@@ -172,5 +171,3 @@ struct Tree {
 };
 
 }  // namespace jax_fastops::cuda::window_sum
-
-#endif  // JAX_FASTOPS_WINDOW_SUM_GENERAL_CUH_

@@ -1,7 +1,6 @@
 // Launch plans of the CUDA kernels of window sums: which kernel, on how many blocks, and how the
 // array is cut. The files of the kernels explain the terms.
-#ifndef JAX_FASTOPS_WINDOW_SUM_PLAN_H_
-#define JAX_FASTOPS_WINDOW_SUM_PLAN_H_
+#pragma once
 
 #include <cstdint>
 
@@ -89,5 +88,3 @@ int64_t WindowSumBlocks(int64_t items);
 WindowSumPlan PlanWindowSum(const WindowSumCall& call);
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_WINDOW_SUM_PLAN_H_

@@ -1,6 +1,5 @@
 // The window sum kernels of one instruction set. isa.h says what this header may contain.
-#ifndef JAX_FASTOPS_WINDOW_SUM_WINDOW_SUM_SIMD_H_
-#define JAX_FASTOPS_WINDOW_SUM_WINDOW_SUM_SIMD_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -53,5 +52,3 @@ struct WindowSumKernels {
 FASTOPS_DECLARE_KERNELS(WindowSumKernels, window_sum_kernels)
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_WINDOW_SUM_WINDOW_SUM_SIMD_H_

@@ -1,7 +1,6 @@
 // For writing block kernels, for the instruction set for which a *_simd.cc file is compiled: loads
 // and stores of the arrays of a block. As in simd_math.h, everything is in the anonymous namespace.
-#ifndef JAX_FASTOPS_CORE_CPU_BLOCK_MATH_H_
-#define JAX_FASTOPS_CORE_CPU_BLOCK_MATH_H_
+#pragma once
 
 #include "core/cpu/block.h"
 #include "core/cpu/simd_math.h"
@@ -117,5 +116,3 @@ FASTOPS_INLINE void StoreBits(Extent, const BlockArray& array, int64_t i, int64_
 
 }  // namespace
 }  // namespace jax_fastops::cpu::FASTOPS_ISA
-
-#endif  // JAX_FASTOPS_CORE_CPU_BLOCK_MATH_H_

@@ -1,6 +1,5 @@
 // When CPU kernels write their results with streaming stores, which bypass the caches.
-#ifndef JAX_FASTOPS_CORE_CPU_STREAM_H_
-#define JAX_FASTOPS_CORE_CPU_STREAM_H_
+#pragma once
 
 #include <cstdint>
 
@@ -22,5 +21,3 @@ inline bool ShouldStream(int64_t output_bytes, int64_t least = kStreamBytes) {
 }
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_CORE_CPU_STREAM_H_

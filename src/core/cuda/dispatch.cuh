@@ -1,6 +1,5 @@
 // From the element type that a call names to the C++ type of its kernels.
-#ifndef JAX_FASTOPS_CORE_CUDA_DISPATCH_CUH_
-#define JAX_FASTOPS_CORE_CUDA_DISPATCH_CUH_
+#pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -70,5 +69,3 @@ cudaError_t LaunchAnyType(DType dtype, const LaunchConfig& config, cudaStream_t 
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_DISPATCH_CUH_

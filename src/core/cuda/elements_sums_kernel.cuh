@@ -24,8 +24,7 @@
 //
 // Long because its parts share the registers of one loop. A version in functions, with fewer
 // variants, was 1.3 to 2.8 times slower (docs/dev/log/elementwise.md).
-#ifndef JAX_FASTOPS_CORE_CUDA_ELEMENTS_SUMS_KERNEL_CUH_
-#define JAX_FASTOPS_CORE_CUDA_ELEMENTS_SUMS_KERNEL_CUH_
+#pragma once
 
 #include <cstdint>
 
@@ -434,5 +433,3 @@ struct SumsOfAnyClasses {
 };
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_ELEMENTS_SUMS_KERNEL_CUH_

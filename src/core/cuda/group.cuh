@@ -5,8 +5,7 @@
 // Every thread of a group gets the same result, bit for bit: all threads add the same partial
 // values in an order that does not depend on the thread. No atomics are used, so the results are
 // the same in every run.
-#ifndef JAX_FASTOPS_CORE_CUDA_GROUP_CUH_
-#define JAX_FASTOPS_CORE_CUDA_GROUP_CUH_
+#pragma once
 
 #include <cooperative_groups.h>
 
@@ -454,5 +453,3 @@ struct ClusterInbox {
 };
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_GROUP_CUH_
