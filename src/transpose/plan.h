@@ -1,5 +1,5 @@
 // Launch plans of the CUDA kernels that transpose: one of four kernels, its index arithmetic, and
-// its grid. transpose.cu explains the kernels. A plan depends on the shape only, and is cached.
+// its grid. transpose.cu explains the kernels.
 //
 // Offsets into the arrays are in bytes, and 64-bit. Divisors and the numbers that they divide are
 // below 2^31, except in RowsPlan<uint64_t>.

@@ -16,7 +16,6 @@
 #include "transpose/transpose.h"
 
 #include <cstring>
-#include <memory>
 #include <vector>
 
 #include "core/cpu/stream.h"
@@ -302,11 +301,9 @@ void Transpose(const void* x_data, void* y_data, const int64_t* dims, const int*
   }
   const char* x = static_cast<const char*>(x_data);
   char* y = static_cast<char*>(y_data);
-  static PlanCache<Plan> cache;
   // Unaligned loads and stores cost the same, so the unit is as wide as the shape allows.
-  const std::shared_ptr<const Plan> plan =
-      cache.Get({{dims, dims + rank}, {axes, axes + rank}, itemsize, 16}, MakePlan);
-  const Permutation& p = plan->p;
+  const Plan plan = MakePlan({{dims, dims + rank}, {axes, axes + rank}, itemsize, 16});
+  const Permutation& p = plan.p;
   const int64_t bytes = p.count * p.unit;
   if (p.IsCopy()) {
     ParallelFor(executor, bytes, 4096, 2, [&](int64_t begin, int64_t end) {
@@ -314,12 +311,11 @@ void Transpose(const void* x_data, void* y_data, const int64_t* dims, const int*
     });
     return;
   }
-  const bool stream = (plan->aligned || plan->dense) &&
-                      reinterpret_cast<uintptr_t>(y) % kLine == 0 &&
-                      ShouldStream(bytes, plan->early ? kEarlyStreamBytes : kStreamBytes);
-  ParallelFor(executor, plan->blocks, 1,
-              2 * static_cast<double>(bytes) / static_cast<double>(plan->blocks),
-              [&](int64_t begin, int64_t end) { RunBlocks(*plan, x, y, begin, end, stream); });
+  const bool stream = (plan.aligned || plan.dense) && reinterpret_cast<uintptr_t>(y) % kLine == 0 &&
+                      ShouldStream(bytes, plan.early ? kEarlyStreamBytes : kStreamBytes);
+  ParallelFor(executor, plan.blocks, 1,
+              2 * static_cast<double>(bytes) / static_cast<double>(plan.blocks),
+              [&](int64_t begin, int64_t end) { RunBlocks(plan, x, y, begin, end, stream); });
 }
 
 }  // namespace jax_fastops::cpu
