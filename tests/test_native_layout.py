@@ -88,7 +88,7 @@ def test_lengths(path):
 # What moves and adds is core; what is computed is the family. Patterns of what moves and adds; a
 # planner of rows is a file by its name.
 CONCEPTS = {
-    "shuffle": r"__(shfl|any|all|ballot|reduce|match)_|__activemask|\b(Exchange|FromLane)\(",
+    "shuffle": r"__(shfl|any|all|ballot|reduce|match)_|__activemask|\bExchange\(",
     "barrier": r"__sync(threads|warp)|\bbarrier\.|\bthis_(cluster|grid)\(|::Sync\(|\bBarrier\b"
     r"|\bKeepWarpsTogether\(",
     "vector type": r"\b(u?(char|short|int|long|longlong)|float|double)[234]\b",
@@ -118,7 +118,7 @@ KEPT = {
         "it moves bytes: tiles and boxes in shared memory are all that it does",
     ),
     "window_sum/*.cuh": (
-        ("shuffle", "barrier", "vector type"),
+        ("barrier", "vector type"),
         "windows go over units and lanes, and wait in a ring in shared memory",
     ),
 }

@@ -22,7 +22,6 @@ enum class WindowSumKernel {
   kWarpsAligned,  // x is aligned as y is, at both ends of windows
   kWarpsShifted,
   kColumns,
-  kColumnsShifted,  // units of 16 bytes at any address
   kTree,
 };
 
@@ -35,9 +34,7 @@ inline constexpr int kWarpsLongest = 1 << 29;
 // ColumnsKernel: the rows that a thread processes in one step, for units of `bytes`.
 constexpr int ColumnsRows(int bytes) { return bytes == 16 ? 4 : 8; }
 // Blocks for which an SM has registers: a unit of 8 elements takes 8 accumulators.
-constexpr int ColumnsBlocks(int bytes, int itemsize, bool shifted) {
-  return bytes / itemsize > 4 || shifted ? 2 : 3;
-}
+constexpr int ColumnsBlocks(int bytes, int itemsize) { return bytes / itemsize > 4 ? 2 : 3; }
 
 // TreeKernel: the nodes below a node, which is also the number of sums of a thread.
 inline constexpr int kTreeFan = 16, kTreeLevels = 16;
