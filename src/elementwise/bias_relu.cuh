@@ -267,6 +267,7 @@ __global__ void __launch_bounds__(kReluThreads, kBlocks)
 }
 
 struct Chunks {
+  static constexpr int kBlocks = 0;
   Params p;
   bool wide;
 

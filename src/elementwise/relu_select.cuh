@@ -113,6 +113,7 @@ __global__ void __launch_bounds__(kReluThreads) SelectKernel(const Params p) {
 }
 
 struct SelectChunks {
+  static constexpr int kBlocks = 6;
   Params p;
 
   template <typename T>

@@ -202,6 +202,7 @@ __global__ void __launch_bounds__(kHeadsThreads)
 // Arithmetic on units of an element.
 template <HeadsWork kWork>
 struct ElementRows {
+  static constexpr int kBlocks = 0;
   HeadsTiles t;
   HeadsArrays arrays;
 

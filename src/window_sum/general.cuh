@@ -61,6 +61,7 @@ __global__ void __launch_bounds__(kWindowSumThreads) DirectUnitsKernel(const Arr
 
 // Single elements.
 struct Direct {
+  static constexpr int kBlocks = 6;
   Arrays a;
 
   template <typename T>
@@ -71,6 +72,7 @@ struct Direct {
 
 // The nodes of a level from those below it: [outer, below, inner] to [outer, above, inner].
 struct TreeLevel {
+  static constexpr int kBlocks = 8;
   const void* x;
   void* y;
   int64_t outer, below, above, inner;
@@ -107,6 +109,7 @@ struct TreeLevel {
 
 // `nodes`: the sums of the levels above the elements, one level after the other.
 struct Tree {
+  static constexpr int kBlocks = 3;
   Arrays a;
   WindowSumTree tree;
   const void* nodes;

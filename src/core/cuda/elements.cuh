@@ -439,6 +439,7 @@ __global__ void __launch_bounds__(kElementsThreads)
 
 template <typename F>
 struct SingleElements {
+  static constexpr int kBlocks = 0;
   ElementsParams<F> p;
 
   template <typename T>

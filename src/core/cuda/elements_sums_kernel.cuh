@@ -424,6 +424,7 @@ __global__ __launch_bounds__(kSumsThreads, (SumsTraits<F, T, kSet>::kBlocks)) vo
 
 template <typename F>
 struct SumsOfAnyClasses {
+  static constexpr int kBlocks = 0;
   SumsParams<F> p;
 
   template <typename T>

@@ -90,6 +90,7 @@ __global__ void __launch_bounds__(kElementsThreads)
 // Single elements.
 template <typename F>
 struct FlatElements {
+  static constexpr int kBlocks = F::kOut > 1 ? 4 : 5;
   FlatParams<F> p;
 
   template <typename T>
