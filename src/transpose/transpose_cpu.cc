@@ -37,15 +37,9 @@ struct Side {
   std::vector<int64_t> offset;  // of each index, in the other array
 };
 
-// The output size, in bytes, from which stores bypass the caches early. stream.h gives the sizes
-// for other cases. Measured on two cores of an EPYC with 32 MiB of last-level cache; ratios are
-// times relative to stores through the caches:
-// - Outputs that are too large for the cache, but not fresh memory, float32: 0.7 to 1.2.
-// - Columns that are whole pages apart compete for the same few cache sets. 2048 x 2048 bfloat16:
-//   0.5 to 0.9. The same holds if a buffer is written in whole lines (`dense`). These cases use the
-//   early size.
-// - Rows that stay rows are not streamed: 0.9 to 1 if the input is not in the caches, but 1.2 to 2
-//   if it is.
+// The output size, in bytes, from which stores bypass the caches early. stream.h gives the size for
+// other cases. Columns that are whole pages apart compete for the same few cache sets, and a buffer
+// may be written in whole lines (`dense`). Rows that stay rows are never streamed.
 constexpr int64_t kEarlyStreamBytes = int64_t{8} << 20;
 
 struct Plan {
@@ -61,8 +55,7 @@ struct Plan {
   bool early = false;    // uses kEarlyStreamBytes
 };
 
-// The minimum length of a block's side, and the size of a block, in bytes. Of 256 and 512 bytes per
-// side, 512 was faster on an EPYC with 48 KiB and 1 MiB of cache per core.
+// The minimum length of a block's side, and the size of a block, in bytes.
 constexpr int64_t kSide = 512;
 constexpr int64_t kBlock = 16 << 10;
 // Rows that stay rows are divided only if they are longer than this.
