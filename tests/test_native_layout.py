@@ -99,7 +99,7 @@ FAMILIES_OF_ROWS = ("cross_entropy", "norm", "softmax")
 # Files, what they have of it, and why: at most 6.
 KEPT = {
     "norm/*": (
-        ("barrier", "loop over a row", "finishing kernel", "planner of rows"),
+        ("barrier", "loop over a row", "planner of rows"),
         "the backward's workers keep sums over rows, and bulk copies fill their rings; the "
         "forward's short and long rows were slower on the engine (the log)",
     ),
