@@ -49,10 +49,9 @@ struct BiasAct {
   using Family = BiasActKernels;
   using SumsSets = BiasSets;
   static constexpr int kIn = 2, kWords = 4;
-  // The bias has an element per position in a row, or one per row, which `auto` leaves to XLA if
-  // rows are not a whole number of words.
+  // The bias has an element per position in a row, or one per row.
   using RowSets = std::integer_sequence<int, 0, 2>;
-  using RaggedSets = std::integer_sequence<int, 0>;
+  using RaggedSets = std::integer_sequence<int, 0, 2>;
   static constexpr int kOperands = 2;
   static constexpr int kGradients = 2;
   static constexpr bool kMayBeWide = true;

@@ -51,44 +51,52 @@ struct NormBackwardKernels;  // the family's list of kernels
 
 namespace {
 
-// dx and dinput_bias from `gradient`, that of the sum, as it was rounded. A thread takes blocks of
-// random bits. It runs if buffers are not aligned, which XLA's are, and where two stages of a ring
-// do not fit into shared memory.
-struct DropColumns {
-  static constexpr int kBlocks = 4;
-  Params p;
-  const void* gradient;
-
-  template <typename T>
-  __device__ __forceinline__ void Run() const {
-    const T* const ds = static_cast<const T*>(gradient);
-    using A = ComputeType<T>;
-    const A gain = static_cast<A>(p.dropout.scale);
-    const int64_t tiles = CeilDiv(p.n, int64_t{kBlock} * kSeedBlock);
-    for (int64_t at = blockIdx.x; at < p.partials * tiles; at += gridDim.x) {
-      const int64_t partial = at / tiles, block = (at - partial * tiles) * kBlock + threadIdx.x;
-      const Range rows = RowsOf(partial, p.rows, p.sums);
-      const int64_t first = block * kSeedBlock;
-      A sums[kSeedBlock] = {};
-      for (int64_t row = rows.begin; row < rows.end && first < p.n; ++row) {
-        const PhiloxWords bits = RandomBits(p.dropout.seeds.At(row), static_cast<uint32_t>(block));
-#pragma unroll
-        for (int i = 0; i < kSeedBlock; ++i) {
-          if (first + i >= p.n) break;
-          const int64_t place = row * p.n + first + i;
-          const A value = IsKept(bits, i, p.dropout.largest) ? ToCompute(ds[place]) * gain : A(0);
-          sums[i] += value;
-          static_cast<T*>(p.dx)[place] = FromCompute<T>(value);
-        }
-      }
+// dx and dinput_bias from `ds`, the gradient of the sum, as it was rounded. A thread takes blocks
+// of random bits.
+template <typename T>
+__device__ void DropColumns(const Params& p, const T* ds) {
+  using A = ComputeType<T>;
+  const A gain = static_cast<A>(p.dropout.scale);
+  const int64_t tiles = CeilDiv(p.n, int64_t{kBlock} * kSeedBlock);
+  for (int64_t at = blockIdx.x; at < p.partials * tiles; at += gridDim.x) {
+    const int64_t partial = at / tiles, block = (at - partial * tiles) * kBlock + threadIdx.x;
+    const Range rows = RowsOf(partial, p.rows, p.sums);
+    const int64_t first = block * kSeedBlock;
+    A sums[kSeedBlock] = {};
+    for (int64_t row = rows.begin; row < rows.end && first < p.n; ++row) {
+      const PhiloxWords bits = RandomBits(p.dropout.seeds.At(row), static_cast<uint32_t>(block));
 #pragma unroll
       for (int i = 0; i < kSeedBlock; ++i) {
-        if (p.dinput_bias == nullptr || first + i >= p.n) break;
-        static_cast<A*>(p.dinput_bias)[partial * p.n + first + i] = sums[i];
+        if (first + i >= p.n) break;
+        const int64_t place = row * p.n + first + i;
+        const A value = IsKept(bits, i, p.dropout.largest) ? ToCompute(ds[place]) * gain : A(0);
+        sums[i] += value;
+        static_cast<T*>(p.dx)[place] = FromCompute<T>(value);
       }
     }
+#pragma unroll
+    for (int i = 0; i < kSeedBlock; ++i) {
+      if (p.dinput_bias == nullptr || first + i >= p.n) break;
+      static_cast<A*>(p.dinput_bias)[partial * p.n + first + i] = sums[i];
+    }
   }
-};
+}
+
+// One kernel for all types, because it is rare: it runs if buffers are not aligned, which XLA's
+// are, and where two stages of a ring do not fit into shared memory.
+__global__ void __launch_bounds__(kBlock)
+    NormDropBackwardKernel(const __grid_constant__ Params p, DType dtype, const void* ds) {
+  switch (dtype) {
+    case DType::kF32:
+      return DropColumns(p, static_cast<const float*>(ds));
+    case DType::kBF16:
+      return DropColumns(p, static_cast<const __nv_bfloat16*>(ds));
+    case DType::kF16:
+      return DropColumns(p, static_cast<const __half*>(ds));
+    default:
+      return DropColumns(p, static_cast<const double*>(ds));
+  }
+}
 
 using Kernel = void (*)(Params);
 
@@ -120,22 +128,19 @@ Kernel RowsKernel(bool aligned, [[maybe_unused]] bool dropout, int form) {
   }
 }
 
-// One kernel for all types, for what is rare.
-template <typename Work>
-cudaError_t LaunchRare(DType dtype, int64_t blocks, cudaStream_t stream, const Work& work) {
-  return LaunchAnyType<NormBackwardKernels, kBlock>(
-      dtype, Grid(std::min(blocks, kNormMaxBlocks), kBlock), stream, work);
-}
-
 template <typename T>
 cudaError_t LaunchLong(DType dtype, const Params& p, const NormBackwardPlan& plan,
                        cudaStream_t stream) {
-  cudaError_t error = LaunchRare(dtype, p.all_rows * plan.tiles, stream, LongSums{p, plan.tiles});
+  const auto launch = [&](const auto& work, int64_t blocks) {
+    return LaunchAnyType<NormBackwardKernels, kBlock>(
+        dtype, Grid(std::min(blocks, kNormMaxBlocks), kBlock), stream, work);
+  };
+  cudaError_t error = launch(LongSums{p, plan.tiles}, p.all_rows * plan.tiles);
   if (error != cudaSuccess) return error;
   const LongTotals<T> totals = {static_cast<T*>(p.dx), p.n, plan.tiles, p.arrays[kMean] != nullptr};
   error = FinishSums<NormBackwardKernels>(totals, 1, {{p.all_rows, plan.tiles}}, stream);
   if (error != cudaSuccess) return error;
-  return LaunchRare(dtype, plan.blocks, stream, LongRows{p, plan.tiles});
+  return launch(LongRows{p, plan.tiles}, plan.blocks);
 }
 
 template <typename T>
@@ -156,7 +161,9 @@ cudaError_t LaunchWithDrop(NormBackwardCall call, DType dtype, Params p, cudaStr
   p.sums = p.dinput_bias != nullptr ? call.sums : call.rows;
   p.partials = call.batch * p.sums;
   const int64_t blocks = p.partials * CeilDiv(p.n, int64_t{kBlock} * kSeedBlock);
-  return LaunchRare(dtype, blocks, stream, DropColumns{p, without.dx});
+  return Launch(KernelOf<NormBackwardKernels, NormDropBackwardKernel>(),
+                Grid(std::min(blocks, kNormMaxBlocks), kBlock), stream, p, dtype,
+                static_cast<const void*>(without.dx));
 }
 
 template <typename T>

@@ -36,7 +36,6 @@
 #include <cstdint>
 
 #include "core/cuda/column_holders.cuh"
-#include "core/cuda/dispatch.cuh"
 #include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
 #include "core/plan_columns.h"
@@ -168,8 +167,11 @@ __device__ __forceinline__ void WriteColumn(F& functor, C& column, const After& 
 }
 
 template <typename Functors, typename T, int kBytes, bool kRegisters>
-__device__ __forceinline__ void RunColumns(const HeldColumns& columns, const ColumnsLaunch& launch,
-                                           const typename Functors::Params& params) {
+__global__ void __launch_bounds__(ColumnThreads(kRegisters, kBytes, Functors::kInputs),
+                                  MinColumnBlocks(kRegisters, kBytes, Functors::kInputs))
+    ColumnsKernel(const __grid_constant__ HeldColumns columns,
+                  const __grid_constant__ ColumnsLaunch launch,
+                  const __grid_constant__ typename Functors::Params params) {
   using A = ComputeType<T>;
   constexpr int kInputs = Functors::kInputs, kSize = kBytes / sizeof(T);
   constexpr bool kMayCluster = kRegisters && ColumnsInClusters(kBytes, kInputs);
@@ -266,30 +268,6 @@ __device__ __forceinline__ void RunColumns(const HeldColumns& columns, const Col
   });
 }
 
-template <typename Functors, typename T, int kBytes, bool kRegisters>
-__global__ void __launch_bounds__(ColumnThreads(kRegisters, kBytes, Functors::kInputs),
-                                  MinColumnBlocks(kRegisters, kBytes, Functors::kInputs))
-    ColumnsKernel(const __grid_constant__ HeldColumns columns,
-                  const __grid_constant__ ColumnsLaunch launch,
-                  const __grid_constant__ typename Functors::Params params) {
-  RunColumns<Functors, T, kBytes, kRegisters>(columns, launch, params);
-}
-
-// Words of one element that registers do not hold.
-template <typename Functors>
-struct SingleColumns {
-  static constexpr int kThreads = ColumnThreads(false, 1, Functors::kInputs);
-  static constexpr int kBlocks = MinColumnBlocks(false, 1, Functors::kInputs);
-  HeldColumns columns;
-  ColumnsLaunch launch;
-  typename Functors::Params params;
-
-  template <typename T>
-  __device__ __forceinline__ void Run() const {
-    RunColumns<Functors, T, sizeof(T), false>(columns, launch, params);
-  }
-};
-
 // Calls the kernels on columns of T, of a family that lists them (KernelOf). `partials` has room
 // for what the plan asks for.
 template <typename Family, typename Functors, typename T>
@@ -306,9 +284,7 @@ cudaError_t LaunchHeldColumns(const ColumnsPlan& plan, const HeldColumns& column
       .shared = static_cast<size_t>(plan.shared_bytes),
       .cluster = plan.cluster};
   const auto run = [&](auto kernel) {
-    return LaunchStages(launch, [&](const ColumnsLaunch& stage) {
-      return Launch(kernel, config, stream, columns, stage, params);
-    });
+    return LaunchStages(kernel, config, stream, columns, launch, params);
   };
   if constexpr (sizeof(T) < 8) {
     if (plan.registers && plan.bytes == 16) {
@@ -321,11 +297,7 @@ cudaError_t LaunchHeldColumns(const ColumnsPlan& plan, const HeldColumns& column
       return run(KernelOf<Family, ColumnsKernel<Functors, T, kWide, false>>());
     }
   }
-  return LaunchStages(launch, [&](const ColumnsLaunch& stage) {
-    using Work = SingleColumns<Functors>;
-    return LaunchAnyType<Family, Work::kThreads>(kDTypeOf<T>, config, stream,
-                                                 Work{columns, stage, params});
-  });
+  return run(KernelOf<Family, ColumnsKernel<Functors, T, kSingle, false>>());
 }
 
 }  // namespace jax_fastops::cuda

@@ -279,9 +279,7 @@ cudaError_t LaunchHeldRows(const HeldPlan& plan, const HeldRows& rows,
   const LaunchConfig config =
       Grid(plan.blocks, plan.threads, plan.shared_bytes, cluster ? plan.blocks_of_row : 1);
   const auto run = [&](auto kernel) {
-    return LaunchStages(launch, [&](const HeldLaunch& stage) {
-      return Launch(kernel, config, stream, rows, stage, params);
-    });
+    return LaunchStages(kernel, config, stream, rows, launch, params);
   };
   if (plan.holder == RowHolder::kRegisters) {
     if (plan.edges) return run(KernelOf<Family, RegisterRowsKernel<Functor, T, 4, true>>());

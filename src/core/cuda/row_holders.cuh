@@ -469,14 +469,15 @@ struct RowsInShared {
   }
 };
 
-// Calls run(launch) for a kernel over rows or columns; once more to write, if `launch` only
-// reduces.
-template <typename L, typename Run>
-cudaError_t LaunchStages(L launch, const Run& run) {
-  const cudaError_t error = run(launch);
+// Launches a kernel over rows or columns; once more to write, if `launch` only reduces.
+template <typename Arrays, typename L, typename Params>
+cudaError_t LaunchStages(void (*kernel)(Arrays, L, Params), const LaunchConfig& config,
+                         cudaStream_t stream, const Arrays& arrays, L launch,
+                         const Params& params) {
+  const cudaError_t error = Launch(kernel, config, stream, arrays, launch, params);
   if (error != cudaSuccess || launch.stage != RowStage::kReduce) return error;
   launch.stage = RowStage::kWrite;
-  return run(launch);
+  return Launch(kernel, config, stream, arrays, launch, params);
 }
 
 // Sets `*limits` to what plans need to know of the current device, and loads the family's kernels.
