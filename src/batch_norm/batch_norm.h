@@ -4,8 +4,7 @@
 // must not overlap inputs. Empty arrays succeed and nothing is written. Some CUDA kernels are
 // programmatic dependent launches: they may start while the preceding kernel of the stream still
 // runs, and wait for it themselves (core/cuda/dependent.cuh).
-#ifndef JAX_FASTOPS_BATCH_NORM_BATCH_NORM_H_
-#define JAX_FASTOPS_BATCH_NORM_BATCH_NORM_H_
+#pragma once
 
 #include "batch_norm/shape.h"
 #include "core/backend.h"
@@ -44,5 +43,3 @@ struct BatchNormKernels;  // the family of KernelOf
 Status LoadBatchNormKernels();  // CUDA only: loads the kernels on the current device
 
 }  // namespace jax_fastops::FASTOPS_BACKEND
-
-#endif  // JAX_FASTOPS_BATCH_NORM_BATCH_NORM_H_

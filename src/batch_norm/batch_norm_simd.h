@@ -1,6 +1,5 @@
 // The batch norm kernels of one instruction set. isa.h says what this header may contain.
-#ifndef JAX_FASTOPS_BATCH_NORM_BATCH_NORM_SIMD_H_
-#define JAX_FASTOPS_BATCH_NORM_BATCH_NORM_SIMD_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -102,5 +101,3 @@ struct BatchNormKernels {
 FASTOPS_DECLARE_KERNELS(BatchNormKernels, batch_norm_kernels)
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_BATCH_NORM_BATCH_NORM_SIMD_H_

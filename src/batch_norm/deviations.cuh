@@ -1,7 +1,6 @@
 // Sums of deviations from a shift that follows the mean. batch_norm_statistics.cu explains the
 // method.
-#ifndef JAX_FASTOPS_BATCH_NORM_DEVIATIONS_CUH_
-#define JAX_FASTOPS_BATCH_NORM_DEVIATIONS_CUH_
+#pragma once
 
 #include "batch_norm/fold.cuh"
 #include "batch_norm/geometry.cuh"
@@ -67,5 +66,3 @@ __device__ __forceinline__ void AddCut(const Geometry& g, const Share& share, co
 }
 
 }  // namespace jax_fastops::cuda::batch_norm
-
-#endif  // JAX_FASTOPS_BATCH_NORM_DEVIATIONS_CUH_

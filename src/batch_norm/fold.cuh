@@ -1,8 +1,7 @@
 // Reductions of batch norm. The sums of the threads are added to one entry per slot of the block,
 // and a second kernel (core/cuda/partial_sums.cuh) adds these entries to channels. Each channel has
 // a pair of sums of type `V`. The order of additions depends only on the shape and the device.
-#ifndef JAX_FASTOPS_BATCH_NORM_FOLD_CUH_
-#define JAX_FASTOPS_BATCH_NORM_FOLD_CUH_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -235,5 +234,3 @@ cudaError_t LaunchSums(const BatchNormCall& call, void (*sum)(Params), int resid
 }
 
 }  // namespace jax_fastops::cuda::batch_norm
-
-#endif  // JAX_FASTOPS_BATCH_NORM_FOLD_CUH_

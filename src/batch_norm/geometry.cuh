@@ -13,8 +13,7 @@
 // The blocks of the same tile are its `parts`. Their long rows are interleaved, so that all blocks
 // sweep through memory together. The last long row may be incomplete, and the last unit of the
 // group may be partial ("cut").
-#ifndef JAX_FASTOPS_BATCH_NORM_GEOMETRY_CUH_
-#define JAX_FASTOPS_BATCH_NORM_GEOMETRY_CUH_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -250,5 +249,3 @@ inline bool MakeGeometry(const BatchNormShape& shape, const BlockWish& wish, Geo
 }
 
 }  // namespace jax_fastops::cuda::batch_norm
-
-#endif  // JAX_FASTOPS_BATCH_NORM_GEOMETRY_CUH_

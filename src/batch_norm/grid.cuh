@@ -8,8 +8,7 @@
 // stay there for the second pass. The blocks write their partial sums to the workspace. After a
 // grid barrier the first blocks finish the channels, and all blocks wait until a counter says that
 // these are done. Threads exchange only sums, so the arrays need no barrier.
-#ifndef JAX_FASTOPS_BATCH_NORM_GRID_CUH_
-#define JAX_FASTOPS_BATCH_NORM_GRID_CUH_
+#pragma once
 
 #include <cooperative_groups.h>
 #include <cuda_runtime_api.h>
@@ -333,5 +332,3 @@ cudaError_t LaunchGrid(int64_t bytes, cudaStream_t stream, const Make& make, con
 }
 
 }  // namespace jax_fastops::cuda::batch_norm
-
-#endif  // JAX_FASTOPS_BATCH_NORM_GRID_CUH_

@@ -4,8 +4,7 @@
 //
 // Long because its phases share what registers and shared memory keep. A version in functions, with
 // one body for both directions, was 1.17 times slower (docs/dev/log/batch_norm.md).
-#ifndef JAX_FASTOPS_BATCH_NORM_RESIDENT_CUH_
-#define JAX_FASTOPS_BATCH_NORM_RESIDENT_CUH_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -300,5 +299,3 @@ inline ResidentParams MakeResidentParams(const BatchNormCall& call, const GridPl
 }
 
 }  // namespace jax_fastops::cuda::batch_norm
-
-#endif  // JAX_FASTOPS_BATCH_NORM_RESIDENT_CUH_

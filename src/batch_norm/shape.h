@@ -1,6 +1,5 @@
 // The shape of a batch norm and its arrays, shared by the backends.
-#ifndef JAX_FASTOPS_BATCH_NORM_SHAPE_H_
-#define JAX_FASTOPS_BATCH_NORM_SHAPE_H_
+#pragma once
 
 #include <cstdint>
 
@@ -65,5 +64,3 @@ inline int64_t BatchNormWorkspace(const BatchNormShape& shape) {
 }
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_BATCH_NORM_SHAPE_H_

@@ -1,7 +1,6 @@
 // What the batch norm kernels share: loads and stores of units of 8 elements, the loop over a
 // thread's units, the parameters of a unit's channels, and the launch of elementwise kernels.
-#ifndef JAX_FASTOPS_BATCH_NORM_UNITS_CUH_
-#define JAX_FASTOPS_BATCH_NORM_UNITS_CUH_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -288,5 +287,3 @@ cudaError_t LaunchMap(void (*kernel)(Params), int resident, Params* params, cuda
 }
 
 }  // namespace jax_fastops::cuda::batch_norm
-
-#endif  // JAX_FASTOPS_BATCH_NORM_UNITS_CUH_

@@ -19,8 +19,7 @@
 // derivative has its zero. So the error is a few ulp of the result, also far down the negative
 // tails. As in jax.nn, NaN gives NaN, and the value at -inf and the derivatives at infinities are
 // NaN: s, which has no limit, is multiplied by a number that is 0 there.
-#ifndef JAX_FASTOPS_CORE_ACTIVATION_H_
-#define JAX_FASTOPS_CORE_ACTIVATION_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -174,5 +173,3 @@ FASTOPS_FORMULA typename M::Vec Pull(typename M::Vec s, typename M::Vec g) {
 }
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_CORE_ACTIVATION_H_

@@ -1,6 +1,5 @@
 // The alignment of pointers.
-#ifndef JAX_FASTOPS_CORE_ALIGNMENT_H_
-#define JAX_FASTOPS_CORE_ALIGNMENT_H_
+#pragma once
 
 #include <cstdint>
 #include <initializer_list>
@@ -15,5 +14,3 @@ inline int64_t CommonAlignment(std::initializer_list<const void*> pointers) {
 }
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_CORE_ALIGNMENT_H_

@@ -5,8 +5,7 @@
 //   namespace jax_fastops::FASTOPS_BACKEND {
 //   Status Transpose(const void* x, void* y, ..., Queue queue);
 //   }
-#ifndef JAX_FASTOPS_CORE_BACKEND_H_
-#define JAX_FASTOPS_CORE_BACKEND_H_
+#pragma once
 
 #if defined(FASTOPS_CUDA) || defined(__CUDACC__)
 
@@ -39,5 +38,3 @@ using Status = void;
 namespace jax_fastops {
 namespace backend = FASTOPS_BACKEND;
 }
-
-#endif  // JAX_FASTOPS_CORE_BACKEND_H_

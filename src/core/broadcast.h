@@ -6,8 +6,7 @@
 // (16, 3, 1024, 1024) with an operand (16, 1, 1, 1) becomes two dimensions.
 //
 // Source: CMU 10-414, strides of 0; Paddle, lerp, without its limit of six dimensions.
-#ifndef JAX_FASTOPS_CORE_BROADCAST_H_
-#define JAX_FASTOPS_CORE_BROADCAST_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -92,5 +91,3 @@ struct SumWorkspace {
 };
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_CORE_BROADCAST_H_

@@ -1,7 +1,6 @@
 // The element types that kernels take. No framework header may be included here: kernels and FFI
 // handlers of every backend share this file.
-#ifndef JAX_FASTOPS_CORE_DTYPE_H_
-#define JAX_FASTOPS_CORE_DTYPE_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -16,5 +15,3 @@ constexpr size_t DTypeSize(DType dtype) {
 }
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_CORE_DTYPE_H_

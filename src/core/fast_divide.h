@@ -1,7 +1,6 @@
 // Division by divisors that only the host knows, as multiplication and shift. The device side is
 // core/cuda/divide.cuh.
-#ifndef JAX_FASTOPS_CORE_FAST_DIVIDE_H_
-#define JAX_FASTOPS_CORE_FAST_DIVIDE_H_
+#pragma once
 
 #include <cstdint>
 
@@ -32,5 +31,3 @@ struct FastDivisor64 {
 };
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_CORE_FAST_DIVIDE_H_

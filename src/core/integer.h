@@ -1,6 +1,5 @@
 // Integer arithmetic of sizes, on the host and on the device.
-#ifndef JAX_FASTOPS_CORE_INTEGER_H_
-#define JAX_FASTOPS_CORE_INTEGER_H_
+#pragma once
 
 #include <cstdint>
 
@@ -13,5 +12,3 @@ constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_CORE_INTEGER_H_

@@ -8,8 +8,7 @@
 //
 // Element i of the block takes the 16 bits of output word i / 2 that begin at bit 16 * (i % 2), and
 // is kept if they are at most `largest`, the threshold minus 1.
-#ifndef JAX_FASTOPS_CORE_PHILOX_H_
-#define JAX_FASTOPS_CORE_PHILOX_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -85,5 +84,3 @@ constexpr bool IsKept(const PhiloxWords& bits, int element, uint32_t largest) {
 }
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_CORE_PHILOX_H_

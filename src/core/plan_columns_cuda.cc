@@ -70,8 +70,8 @@ ColumnsPlan PlanLong(const ColumnsShape& shape, const WordsOfColumns& words,
     return held_bytes(log_width) + scratch_bytes(log_width) <= bytes;
   };
   // A tile is no wider than a row of inner elements, unless it would have more lanes than n has
-  // elements. It is at least 64 bytes wide, unless the row is narrower: with 32 bytes (a sector),
-  // the backward of softmax measured 1.29 times the copy floor instead of 1.10.
+  // elements. It is at least 64 bytes wide, unless the row is narrower: 32 bytes (a sector) are
+  // slower.
   const int narrow = std::max(0, log_threads - Log2(shape.n));
   const int widest = std::min(log_threads, std::max(narrow, Log2(words.row_words)));
   const int sector = std::min(widest, std::max(narrow, Log2(64 / words.bytes)));
@@ -111,9 +111,8 @@ bool PlanRegisters(const ColumnsShape& shape, const WordsOfColumns& words, const
   ColumnsPlan plan = Begin(shape, words, true);
   ColumnsLaunch& launch = plan.launch;
   // The least width of a tile, for tiles of a warp and for tiles of blocks, unless a row is
-  // narrower: 128 bytes. With 64 bytes the backward of softmax for n = 500 measured 1.22 times the
-  // copy floor instead of 1.03. For words of one element, the ends of a tile share sectors with
-  // other tiles. Tiles of blocks are then 256 bytes wide, or 32 elements for 16-bit types.
+  // narrower: 128 bytes. For words of one element, the ends of a tile share sectors with other
+  // tiles. Tiles of blocks are then 256 bytes wide, or 32 elements for 16-bit types.
   const int bytes = words.bytes;
   const auto width_of = [&](int max_words) {
     return Log2(std::min<int64_t>(words.row_words, max_words));
@@ -143,8 +142,7 @@ bool PlanRegisters(const ColumnsShape& shape, const WordsOfColumns& words, const
     const int cluster =
         ColumnsInClusters(bytes, shape.inputs) ? std::min(8, limits.max_cluster) : 1;
     if (launch.log_blocks > 3 || 1 << launch.log_blocks > cluster) return false;
-    // Tiles would share sectors. That measured 1.64 times the copy floor, and 1.23 times in shared
-    // memory.
+    // Tiles would share sectors.
     if (launch.log_blocks > 0 && shape.inner * shape.itemsize % 64 != 0) return false;
   }
   launch.words = static_cast<int>(CeilDiv(shape.n, int64_t{1} << log_lanes));

@@ -10,8 +10,7 @@
 //
 // Gradients that do not fit the sets of the first one (operands that are broadcast crosswise) take
 // a pass of their own.
-#ifndef JAX_FASTOPS_CORE_PLAN_ELEMENTS_H_
-#define JAX_FASTOPS_CORE_PLAN_ELEMENTS_H_
+#pragma once
 
 #include <cstdint>
 
@@ -121,5 +120,3 @@ struct PassPlan {
 PassPlan PlanPass(const RowsSplit& split, SumLayout* sums, int count, const PassLimits& limits);
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_PLAN_ELEMENTS_H_

@@ -1,6 +1,5 @@
 // Launch plans of kernels over rows (core/cuda/rows.cuh): which kernel, and the threads of a row.
-#ifndef JAX_FASTOPS_CORE_PLAN_ROWS_H_
-#define JAX_FASTOPS_CORE_PLAN_ROWS_H_
+#pragma once
 
 #include <cstdint>
 
@@ -86,5 +85,3 @@ struct HeldPlan {
 HeldPlan PlanHeldRows(const HeldShape& shape, const HeldLimits& limits);
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_CORE_PLAN_ROWS_H_

@@ -1,6 +1,5 @@
 // Launch plans of the kernel that adds up partial sums (core/cuda/partial_sums.cuh).
-#ifndef JAX_FASTOPS_CORE_PLAN_SUMS_H_
-#define JAX_FASTOPS_CORE_PLAN_SUMS_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -53,5 +52,3 @@ constexpr void Widen(SumsPlan* plan, int log_threads) {
 }
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_CORE_PLAN_SUMS_H_

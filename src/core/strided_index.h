@@ -1,6 +1,5 @@
 // From a row-major index to an offset in an array that is broadcast along some dimensions.
-#ifndef JAX_FASTOPS_CORE_STRIDED_INDEX_H_
-#define JAX_FASTOPS_CORE_STRIDED_INDEX_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -45,5 +44,3 @@ struct StridedIndex {
 };
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_CORE_STRIDED_INDEX_H_

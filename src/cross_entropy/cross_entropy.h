@@ -10,8 +10,7 @@
 // m and s are kept apart because their sum would lose the low bits of s if the logits are far from
 // 0. Empty arrays succeed. Pointers need only the alignment of an element; outputs must not overlap
 // inputs.
-#ifndef JAX_FASTOPS_CROSS_ENTROPY_CROSS_ENTROPY_H_
-#define JAX_FASTOPS_CROSS_ENTROPY_CROSS_ENTROPY_H_
+#pragma once
 
 #include <cstdint>
 
@@ -54,5 +53,3 @@ Status CrossEntropyBackward(const CrossEntropyBackwardCall& call, Queue queue);
 Status LoadCrossEntropyKernels();
 
 }  // namespace jax_fastops::FASTOPS_BACKEND
-
-#endif  // JAX_FASTOPS_CROSS_ENTROPY_CROSS_ENTROPY_H_

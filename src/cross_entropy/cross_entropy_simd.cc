@@ -121,7 +121,6 @@ struct CrossEntropy {
 
 }  // namespace
 
-extern const CrossEntropyKernels cross_entropy_kernels;
 const CrossEntropyKernels cross_entropy_kernels = {FASTOPS_EACH_DTYPE(CrossEntropy, Forward),
                                                    FASTOPS_EACH_DTYPE(CrossEntropy, Backward)};
 

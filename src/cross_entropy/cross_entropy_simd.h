@@ -1,7 +1,6 @@
 // The inner loops of cross_entropy_cpu.cc for one instruction set. isa.h says what this header may
 // contain.
-#ifndef JAX_FASTOPS_CROSS_ENTROPY_CROSS_ENTROPY_SIMD_H_
-#define JAX_FASTOPS_CROSS_ENTROPY_CROSS_ENTROPY_SIMD_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -37,5 +36,3 @@ struct CrossEntropyKernels {
 FASTOPS_DECLARE_KERNELS(CrossEntropyKernels, cross_entropy_kernels)
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_CROSS_ENTROPY_CROSS_ENTROPY_SIMD_H_

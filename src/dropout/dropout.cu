@@ -197,6 +197,7 @@ __global__ void __launch_bounds__(kThreads, 5) UnitsKernel(const __grid_constant
 // A thread takes an element of a row, or two: in one word of random bits.
 // IsKept would index the four words at run time, and so put them into local memory.
 struct Elements {
+  static constexpr int kBlocks = 8;
   Params p;
 
   template <typename T>

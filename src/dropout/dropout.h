@@ -3,8 +3,7 @@
 // Arrays are dense, rows x columns. core/philox.h defines which elements are kept. Empty
 // arrays succeed. Pointers need only the alignment of an element. The output may be x or the
 // residual.
-#ifndef JAX_FASTOPS_DROPOUT_DROPOUT_H_
-#define JAX_FASTOPS_DROPOUT_DROPOUT_H_
+#pragma once
 
 #include <cstdint>
 
@@ -36,5 +35,3 @@ Status Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int64_t c
 Status LoadDropoutKernels();
 
 }  // namespace jax_fastops::FASTOPS_BACKEND
-
-#endif  // JAX_FASTOPS_DROPOUT_DROPOUT_H_

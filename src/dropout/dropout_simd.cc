@@ -43,7 +43,6 @@ struct Dropout {
 
 }  // namespace
 
-extern const DropoutKernels dropout_kernels;
 const DropoutKernels dropout_kernels = {FASTOPS_EACH_DTYPE(Dropout, Piece)};
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -1,6 +1,5 @@
 // The dropout kernels of one instruction set. isa.h says what this header may contain.
-#ifndef JAX_FASTOPS_DROPOUT_DROPOUT_SIMD_H_
-#define JAX_FASTOPS_DROPOUT_DROPOUT_SIMD_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -33,5 +32,3 @@ struct DropoutKernels {
 FASTOPS_DECLARE_KERNELS(DropoutKernels, dropout_kernels)
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_DROPOUT_DROPOUT_SIMD_H_

@@ -70,7 +70,6 @@ struct BiasAct<E, Activation::kRelu> {
 
 }  // namespace
 
-extern const BiasActKernels bias_act_kernels;
 constinit const BiasActKernels bias_act_kernels = EachActivation<BiasActKernels, BiasAct>();
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

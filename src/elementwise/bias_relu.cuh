@@ -17,8 +17,7 @@
 //   element by element only at the end of a row.
 // - All other cases are processed in chunks, without tiles: pointers that are not aligned to 16
 //   bytes, other biases, rows shorter than a unit, and float64.
-#ifndef JAX_FASTOPS_ELEMENTWISE_BIAS_RELU_CUH_
-#define JAX_FASTOPS_ELEMENTWISE_BIAS_RELU_CUH_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -268,6 +267,7 @@ __global__ void __launch_bounds__(kReluThreads, kBlocks)
 }
 
 struct Chunks {
+  static constexpr int kBlocks = 0;
   Params p;
   bool wide;
 
@@ -387,5 +387,3 @@ inline cudaError_t BiasReluForward(const BroadcastShape& shape, DType dtype,
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_ELEMENTWISE_BIAS_RELU_CUH_

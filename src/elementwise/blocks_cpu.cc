@@ -48,10 +48,7 @@ constexpr int64_t kFewSums = 32 << 10;
 FASTOPS_DEFINE_KERNELS(Kernels, block_helpers)
 
 // The minimum size of outputs that use streaming stores. It is lower than kStreamBytes (stream.h)
-// because the operands use the caches too, so less of the result would stay there. Measured for
-// lerp of 3 Mi float32, on one core of an EPYC with 32 MiB of last-level cache: streaming stores
-// take 0.69 ms instead of 0.88 in the forward, and 1.16 instead of 1.66 in the backward with two
-// dense gradients.
+// because the operands use the caches too, so less of the result would stay there.
 constexpr int64_t kLeastStreamed = int64_t{12} << 20;
 
 // The layout of an array within a block: contiguous; one value; a repeated run of values; any rows.
@@ -806,8 +803,7 @@ void RunBlocks(const BroadcastShape& shape, DType dtype, const InputArray* in, i
     if (i < inputs && s.bytes > 0) FillPermutation(plan, &s, &tables[i]);
   }
   ChooseLoops(&plan);
-  // No streaming stores if only some blocks begin at a cache line: rows of 1001 floats took 1.1 to
-  // 1.3 times as long.
+  // No streaming stores if only some blocks begin at a cache line.
   for (int i = 0; i < outputs; ++i) {
     const Slot& s = plan.slot[inputs + i];
     for (int l = 0; l < plan.loops; ++l) plan.stream[i] &= s.step[l] * s.bytes % 64 == 0;

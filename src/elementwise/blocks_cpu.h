@@ -1,8 +1,7 @@
 // The element-wise engine: one pass of a kernel over operands that are broadcast against each
 // other. It also sums gradients over the dimensions along which an operand is broadcast. A new op
 // consists of a kernel for dense blocks (blocks_simd.h) and a list of its arrays.
-#ifndef JAX_FASTOPS_ELEMENTWISE_BLOCKS_CPU_H_
-#define JAX_FASTOPS_ELEMENTWISE_BLOCKS_CPU_H_
+#pragma once
 
 #include "core/broadcast.h"
 #include "core/cpu/parallel.h"
@@ -43,5 +42,3 @@ void RunBlocks(const BroadcastShape& shape, DType dtype, const InputArray* in, i
                const OutputArray* out, int outputs, BlockKernel* kernel, Executor& executor);
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_ELEMENTWISE_BLOCKS_CPU_H_

@@ -1,7 +1,6 @@
 // The interface between the element-wise engine and its kernels, and the helpers of blocks.cc for
 // one instruction set. isa.h says what this header may contain.
-#ifndef JAX_FASTOPS_ELEMENTWISE_BLOCKS_SIMD_H_
-#define JAX_FASTOPS_ELEMENTWISE_BLOCKS_SIMD_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -57,5 +56,3 @@ struct BlockHelpers {
 FASTOPS_DECLARE_KERNELS(BlockHelpers, block_helpers)
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_ELEMENTWISE_BLOCKS_SIMD_H_

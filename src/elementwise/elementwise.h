@@ -1,7 +1,6 @@
 // lerp, bias_act and gated_act on raw pointers. The arrays of the first two have the strides that
 // `shape` lists, in the order given. A gradient that is not requested has the result's strides.
-#ifndef JAX_FASTOPS_ELEMENTWISE_ELEMENTWISE_H_
-#define JAX_FASTOPS_ELEMENTWISE_ELEMENTWISE_H_
+#pragma once
 
 #include <cstdint>
 
@@ -63,5 +62,3 @@ Status LoadBiasActKernels();
 Status LoadGatedActKernels();
 
 }  // namespace jax_fastops::FASTOPS_BACKEND
-
-#endif  // JAX_FASTOPS_ELEMENTWISE_ELEMENTWISE_H_

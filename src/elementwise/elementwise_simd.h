@@ -1,7 +1,6 @@
 // The kernels of the element-wise ops for one instruction set. isa.h says what this header may
 // contain.
-#ifndef JAX_FASTOPS_ELEMENTWISE_ELEMENTWISE_SIMD_H_
-#define JAX_FASTOPS_ELEMENTWISE_ELEMENTWISE_SIMD_H_
+#pragma once
 
 #include "core/activation.h"
 #include "elementwise/blocks_simd.h"
@@ -27,5 +26,3 @@ FASTOPS_DECLARE_KERNELS(BiasActKernels, bias_act_kernels)
 FASTOPS_DECLARE_KERNELS(BiasActKernels, gated_act_kernels)
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_ELEMENTWISE_ELEMENTWISE_SIMD_H_

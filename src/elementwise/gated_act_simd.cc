@@ -39,7 +39,6 @@ struct GatedAct {
 
 }  // namespace
 
-extern const BiasActKernels gated_act_kernels;
 constinit const BiasActKernels gated_act_kernels = EachActivation<BiasActKernels, GatedAct>();
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

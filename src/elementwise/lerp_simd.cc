@@ -58,7 +58,6 @@ struct Lerp {
 
 }  // namespace
 
-extern const LerpKernels lerp_kernels;
 const LerpKernels lerp_kernels = {FASTOPS_EACH_DTYPE(Lerp, Forward),
                                   FASTOPS_EACH_DTYPE(Lerp, Backward)};
 

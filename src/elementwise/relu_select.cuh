@@ -3,8 +3,7 @@
 // It only moves bits, in the tiles and chunks of core/cuda/relu_tiles.cuh. The loads of the mask
 // are issued first, because everything else depends on them. This is a selection, not a product,
 // because an element may be infinite or NaN.
-#ifndef JAX_FASTOPS_ELEMENTWISE_RELU_SELECT_CUH_
-#define JAX_FASTOPS_ELEMENTWISE_RELU_SELECT_CUH_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -114,6 +113,7 @@ __global__ void __launch_bounds__(kReluThreads) SelectKernel(const Params p) {
 }
 
 struct SelectChunks {
+  static constexpr int kBlocks = 6;
   Params p;
 
   template <typename T>
@@ -147,5 +147,3 @@ cudaError_t ReluSelect(int64_t size, DType dtype, const void* dy, const ReluMask
 }
 
 }  // namespace jax_fastops::cuda::relu_select
-
-#endif  // JAX_FASTOPS_ELEMENTWISE_RELU_SELECT_CUH_

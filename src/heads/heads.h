@@ -2,8 +2,7 @@
 // the bias or its gradient in the same pass. heads/shape.h has the shapes. Empty arrays succeed,
 // and sums are then set to 0. Pointers need only the alignment of an element; outputs must not
 // overlap inputs.
-#ifndef JAX_FASTOPS_HEADS_HEADS_H_
-#define JAX_FASTOPS_HEADS_HEADS_H_
+#pragma once
 
 #include <cstdint>
 
@@ -34,5 +33,3 @@ Status MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void* cons
 Status LoadHeadsKernels();
 
 }  // namespace jax_fastops::FASTOPS_BACKEND
-
-#endif  // JAX_FASTOPS_HEADS_HEADS_H_

@@ -90,7 +90,6 @@ struct Heads {
 
 }  // namespace
 
-extern const HeadsKernels heads_kernels;
 const HeadsKernels heads_kernels = {FASTOPS_EACH_DTYPE(Heads, AddBias),
                                     FASTOPS_EACH_DTYPE(Heads, AddRows),
                                     FASTOPS_EACH_DTYPE(Heads, kFast)};

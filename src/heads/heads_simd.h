@@ -1,6 +1,5 @@
 // The kernels of the head ops for one instruction set. isa.h says what this header may contain.
-#ifndef JAX_FASTOPS_HEADS_HEADS_SIMD_H_
-#define JAX_FASTOPS_HEADS_HEADS_SIMD_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -29,5 +28,3 @@ struct HeadsKernels {
 FASTOPS_DECLARE_KERNELS(HeadsKernels, heads_kernels)
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_HEADS_HEADS_SIMD_H_

@@ -349,6 +349,13 @@ __device__ __forceinline__ void StoreSums(const L& lane, A* shared, const A (&su
   });
 }
 
+// Shared memory: one place for all element types of a kernel.
+template <int kBytes>
+__device__ __forceinline__ char* SharedBytes() {
+  __shared__ __align__(16) char bytes[kBytes];
+  return bytes;
+}
+
 // Heads that share a sum are a slot: t.per_lane heads of one part. A chunk has a slot for each
 // group of lanes. A lane has two heads of a row in flight, or one head of two rows.
 template <typename T, int kSize, int kPairs>
@@ -356,7 +363,8 @@ __device__ __forceinline__ void TurnBack(const Tiles& t, const RotaryArrays& arr
   using L = Lane<T, kSize, kPairs>;
   using A = typename L::A;
   constexpr int kElements = L::kElements;
-  __shared__ A shared[kWarps * kElements * kWarpSize];
+  constexpr int kMost = kSize == 1 ? sizeof(double) : sizeof(A);  // of an element of a kernel
+  A* const shared = reinterpret_cast<A*>(SharedBytes<kWarps * kElements * kWarpSize * kMost>());
   const Place place(t);
   const L lane{t, place.lane};
   const bool one_head = t.per_lane == 1;
@@ -478,6 +486,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 2)
 // Lanes take single elements.
 template <bool kSums>
 struct RotaryElements {
+  static constexpr int kBlocks = kSums ? 1 : 2;
   Tiles t;
   RotaryArrays arrays;
 

@@ -1,8 +1,7 @@
 // Splits a fused projection into queries, keys and values, with a bias, an RMS norm of each head of
 // queries and keys, and rotary embedding, in one pass; and the backward of it, in one pass. On raw
 // pointers, which need only the alignment of an element. Outputs must not overlap inputs.
-#ifndef JAX_FASTOPS_HEADS_ROTARY_H_
-#define JAX_FASTOPS_HEADS_ROTARY_H_
+#pragma once
 
 #include <cstdint>
 
@@ -77,5 +76,3 @@ Status RotaryHeadsBackward(const RotaryShape& shape, DType dtype, const HeadsSum
 Status LoadRotaryKernels();
 
 }  // namespace jax_fastops::FASTOPS_BACKEND
-
-#endif  // JAX_FASTOPS_HEADS_ROTARY_H_

@@ -119,7 +119,6 @@ struct Rotary {
 
 }  // namespace
 
-extern const RotaryKernels rotary_kernels;
 const RotaryKernels rotary_kernels = {FASTOPS_EACH_DTYPE(Rotary, Forward),
                                       FASTOPS_EACH_DTYPE(Rotary, Backward)};
 

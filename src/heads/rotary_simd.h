@@ -1,7 +1,6 @@
 // The kernels of rotary.h for one head of one token and one instruction set. isa.h says what this
 // header may contain.
-#ifndef JAX_FASTOPS_HEADS_ROTARY_SIMD_H_
-#define JAX_FASTOPS_HEADS_ROTARY_SIMD_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -30,5 +29,3 @@ struct RotaryKernels {
 FASTOPS_DECLARE_KERNELS(RotaryKernels, rotary_kernels)
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_HEADS_ROTARY_SIMD_H_

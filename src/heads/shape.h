@@ -1,6 +1,5 @@
 // The shapes of the attention head ops, shared by the backends.
-#ifndef JAX_FASTOPS_HEADS_SHAPE_H_
-#define JAX_FASTOPS_HEADS_SHAPE_H_
+#pragma once
 
 #include <cstdint>
 
@@ -31,5 +30,3 @@ struct HeadsSums {
 };
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_HEADS_SHAPE_H_

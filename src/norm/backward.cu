@@ -129,17 +129,18 @@ Kernel RowsKernel(bool aligned, [[maybe_unused]] bool dropout, int form) {
 }
 
 template <typename T>
-cudaError_t LaunchLong(const Params& p, const NormBackwardPlan& plan, cudaStream_t stream) {
-  const auto launch = [&](auto kernel, int64_t blocks) {
-    return Launch(kernel, Grid(std::min(blocks, kNormMaxBlocks), kBlock), stream, p, plan.tiles);
+cudaError_t LaunchLong(DType dtype, const Params& p, const NormBackwardPlan& plan,
+                       cudaStream_t stream) {
+  const auto launch = [&](const auto& work, int64_t blocks) {
+    return LaunchAnyType<NormBackwardKernels, kBlock>(
+        dtype, Grid(std::min(blocks, kNormMaxBlocks), kBlock), stream, work);
   };
-  cudaError_t error =
-      launch(KernelOf<NormBackwardKernels, LongSumsKernel<T>>(), p.all_rows * plan.tiles);
+  cudaError_t error = launch(LongSums{p, plan.tiles}, p.all_rows * plan.tiles);
   if (error != cudaSuccess) return error;
   const LongTotals<T> totals = {static_cast<T*>(p.dx), p.n, plan.tiles, p.arrays[kMean] != nullptr};
   error = FinishSums<NormBackwardKernels>(totals, 1, {{p.all_rows, plan.tiles}}, stream);
   if (error != cudaSuccess) return error;
-  return launch(KernelOf<NormBackwardKernels, LongRowsKernel<T>>(), plan.blocks);
+  return launch(LongRows{p, plan.tiles}, plan.blocks);
 }
 
 template <typename T>
@@ -178,7 +179,7 @@ cudaError_t LaunchBackward(const NormBackwardCall& call, DType dtype, Params p,
   p.rows = plan.rows;
   p.sums = plan.sums;
   p.partials = plan.partials;
-  if (plan.form < 0) return LaunchLong<T>(p, plan, stream);
+  if (plan.form < 0) return LaunchLong<T>(dtype, p, plan, stream);
   p.block_columns = plan.block_columns;
   p.stages = plan.stages;
   p.slot_bytes = plan.slot_bytes;

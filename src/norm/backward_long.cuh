@@ -5,8 +5,7 @@
 // processes the rows of one tile and one partial sum. The tile's sums, and later the row's totals,
 // are two values of the accumulator's type. They are stored in the place of the tile's dx until
 // that is written.
-#ifndef JAX_FASTOPS_NORM_BACKWARD_LONG_CUH_
-#define JAX_FASTOPS_NORM_BACKWARD_LONG_CUH_
+#pragma once
 
 #include <cstdint>
 #include <cstring>
@@ -95,28 +94,33 @@ struct LongTile {
   }
 };
 
-template <typename T>
-__global__ void __launch_bounds__(kBlock, sizeof(T) < 8 ? 4 : 1)
-    LongSumsKernel(const __grid_constant__ Params p, int64_t tiles) {
-  using A = ComputeType<T>;
-  using Group = RowGroup<kBlock>;
-  __shared__ typename Group::template Scratch<A, 2> scratch;
-  int phase = 0;
-  for (int64_t block = blockIdx.x; block < p.all_rows * tiles; block += gridDim.x) {
-    const int64_t row = block / tiles;
-    const Range range = TileOf(block - row * tiles, tiles, p.n);
-    const LongTile<T> tile(p, range);
-    A xhat[kLongColumns], dy[kLongColumns], totals[2] = {};
-    tile.Load(p, row, static_cast<const A*>(p.arrays[kRstd])[row], xhat, dy);
+struct LongSums {
+  static constexpr int kBlocks = 4;
+  Params p;
+  int64_t tiles;
+
+  template <typename T>
+  __device__ __forceinline__ void Run() const {
+    using A = ComputeType<T>;
+    using Group = RowGroup<kBlock>;
+    __shared__ typename Group::template Scratch<A, 2> scratch;
+    int phase = 0;
+    for (int64_t block = blockIdx.x; block < p.all_rows * tiles; block += gridDim.x) {
+      const int64_t row = block / tiles;
+      const Range range = TileOf(block - row * tiles, tiles, p.n);
+      const LongTile<T> tile(p, range);
+      A xhat[kLongColumns], dy[kLongColumns], totals[2] = {};
+      tile.Load(p, row, static_cast<const A*>(p.arrays[kRstd])[row], xhat, dy);
 #pragma unroll
-    for (int j = 0; j < kLongColumns; ++j) {
-      totals[0] += dy[j] * tile.scale[j];
-      totals[1] += dy[j] * tile.scale[j] * xhat[j];
+      for (int j = 0; j < kLongColumns; ++j) {
+        totals[0] += dy[j] * tile.scale[j];
+        totals[1] += dy[j] * tile.scale[j] * xhat[j];
+      }
+      Group::AllReduce(Sum(), totals, scratch, phase);
+      if (threadIdx.x == 0) StoreSums(static_cast<T*>(p.dx) + row * p.n + range.begin, totals);
     }
-    Group::AllReduce(Sum(), totals, scratch, phase);
-    if (threadIdx.x == 0) StoreSums(static_cast<T*>(p.dx) + row * p.n + range.begin, totals);
   }
-}
+};
 
 // Adds up the sums of the tiles of a row, and stores the row's means in the place of each of them.
 template <typename T>
@@ -154,52 +158,55 @@ struct LongTotals {
   }
 };
 
-template <typename T>
-__global__ void __launch_bounds__(kBlock, sizeof(T) < 8 ? 2 : 1)
-    LongRowsKernel(const __grid_constant__ Params p, int64_t tiles) {
-  using A = ComputeType<T>;
-  for (int64_t block = blockIdx.x; block < p.partials * tiles; block += gridDim.x) {
-    const int64_t partial = block / tiles;
-    const Range range = TileOf(block - partial * tiles, tiles, p.n);
-    const LongTile<T> tile(p, range);
-    const Range rows = RowsOf(partial, p.rows, p.sums);
-    A dscale[kLongColumns] = {}, dbias[kLongColumns] = {}, dinput_bias[kLongColumns] = {};
-    for (int64_t row = rows.begin; row < rows.end; ++row) {
-      A means[2];
-      LoadSums(static_cast<const T*>(p.dx) + row * p.n + range.begin, means);
-      A xhat[kLongColumns], dy[kLongColumns];
-      const A rstd = static_cast<const A*>(p.arrays[kRstd])[row];
-      tile.Load(p, row, rstd, xhat, dy);
-      RowGroup<kBlock>::Sync();  // all threads have read the means, which dx overwrites now
-      T* dx = static_cast<T*>(p.dx) + row * p.n + tile.first;
+struct LongRows {
+  static constexpr int kBlocks = 2;
+  Params p;
+  int64_t tiles;
+
+  template <typename T>
+  __device__ __forceinline__ void Run() const {
+    using A = ComputeType<T>;
+    for (int64_t block = blockIdx.x; block < p.partials * tiles; block += gridDim.x) {
+      const int64_t partial = block / tiles;
+      const Range range = TileOf(block - partial * tiles, tiles, p.n);
+      const LongTile<T> tile(p, range);
+      const Range rows = RowsOf(partial, p.rows, p.sums);
+      A dscale[kLongColumns] = {}, dbias[kLongColumns] = {}, dinput_bias[kLongColumns] = {};
+      for (int64_t row = rows.begin; row < rows.end; ++row) {
+        A means[2];
+        LoadSums(static_cast<const T*>(p.dx) + row * p.n + range.begin, means);
+        A xhat[kLongColumns], dy[kLongColumns];
+        const A rstd = static_cast<const A*>(p.arrays[kRstd])[row];
+        tile.Load(p, row, rstd, xhat, dy);
+        RowGroup<kBlock>::Sync();  // all threads have read the means, which dx overwrites now
+        T* dx = static_cast<T*>(p.dx) + row * p.n + tile.first;
+#pragma unroll
+        for (int j = 0; j < kLongColumns; ++j) {
+          if (j < tile.columns) {
+            A gradient = rstd * (dy[j] * tile.scale[j] - means[0] - xhat[j] * means[1]);
+            if (p.arrays[kDsum] != nullptr) {
+              gradient += ToCompute(
+                  static_cast<const T*>(p.arrays[kDsum])[row * p.n + tile.first + j * kBlock]);
+            }
+            dscale[j] += dy[j] * xhat[j];
+            dbias[j] += dy[j];
+            dinput_bias[j] += gradient;
+            dx[j * kBlock] = FromCompute<T>(gradient);
+          }
+        }
+      }
 #pragma unroll
       for (int j = 0; j < kLongColumns; ++j) {
         if (j < tile.columns) {
-          A gradient = rstd * (dy[j] * tile.scale[j] - means[0] - xhat[j] * means[1]);
-          if (p.arrays[kDsum] != nullptr) {
-            gradient += ToCompute(
-                static_cast<const T*>(p.arrays[kDsum])[row * p.n + tile.first + j * kBlock]);
-          }
-          dscale[j] += dy[j] * xhat[j];
-          dbias[j] += dy[j];
-          dinput_bias[j] += gradient;
-          dx[j * kBlock] = FromCompute<T>(gradient);
+          const int64_t at = partial * p.n + tile.first + j * kBlock;
+          if (p.dscale != nullptr) static_cast<A*>(p.dscale)[at] = dscale[j];
+          if (p.dbias != nullptr) static_cast<A*>(p.dbias)[at] = dbias[j];
+          if (p.dinput_bias != nullptr) static_cast<A*>(p.dinput_bias)[at] = dinput_bias[j];
         }
       }
     }
-#pragma unroll
-    for (int j = 0; j < kLongColumns; ++j) {
-      if (j < tile.columns) {
-        const int64_t at = partial * p.n + tile.first + j * kBlock;
-        if (p.dscale != nullptr) static_cast<A*>(p.dscale)[at] = dscale[j];
-        if (p.dbias != nullptr) static_cast<A*>(p.dbias)[at] = dbias[j];
-        if (p.dinput_bias != nullptr) static_cast<A*>(p.dinput_bias)[at] = dinput_bias[j];
-      }
-    }
   }
-}
+};
 
 }  // namespace
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_NORM_BACKWARD_LONG_CUH_

@@ -1,8 +1,7 @@
 // How the backward of layer norm and RMS norm reads its rows: through a ring of stages in shared
 // memory that is filled by bulk copies (by cp.async before sm_90). backward.cu explains the
 // design.
-#ifndef JAX_FASTOPS_NORM_BACKWARD_RING_CUH_
-#define JAX_FASTOPS_NORM_BACKWARD_RING_CUH_
+#pragma once
 
 #include <cstdint>
 #include <cstring>
@@ -165,5 +164,3 @@ struct Cursor {
 
 }  // namespace
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_NORM_BACKWARD_RING_CUH_

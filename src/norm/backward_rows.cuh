@@ -1,7 +1,6 @@
 // The backward of layer norm and RMS norm for rows that a worker holds in registers: the kernel
 // that backward.cu describes.
-#ifndef JAX_FASTOPS_NORM_BACKWARD_ROWS_CUH_
-#define JAX_FASTOPS_NORM_BACKWARD_ROWS_CUH_
+#pragma once
 
 #include <cstdint>
 #include <cstring>
@@ -495,5 +494,3 @@ __global__ void __launch_bounds__(kBlock, 1) NormRowsKernel(const __grid_constan
 
 }  // namespace
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_NORM_BACKWARD_ROWS_CUH_

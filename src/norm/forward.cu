@@ -84,71 +84,81 @@ __global__ void __launch_bounds__(kNormForwardForms[kForm].block,
 }
 
 // Rows divided into chunks. A block processes one chunk.
-// Computes the moments of each chunk, and stores the sum if requested.
-template <typename T>
-__global__ void __launch_bounds__(kNormChunkThreads, MinBlocks<T>(kNormChunkThreads, kNormChunkHeld,
-                                                                  NormAccess::kShifted))
-    NormChunkKernel(const NormForwardParams p) {
-  using Group = RowGroup<kNormChunkThreads>;
-  using Chunk = Held<T, NormAccess::kShifted, Group, kNormChunkHeld>;
-  using A = ComputeType<T>;
-  __shared__ typename Chunk::Scratch scratch;
-  int phase = 0;
 
-  const int64_t row = blockIdx.x / p.chunks;
-  const int64_t chunk = blockIdx.x - row * p.chunks;
-  Chunk held(p, row, chunk * Chunk::kCapacity);
-  held.Load(p, p.x, p.adds);
-  // The last chunk may be empty, because rows may begin in the middle of a unit.
-  const A inverse = A(1) / max(Chunk::Count(p, row, chunk), A(1));
-  const auto moments = held.Reduce(p.layer, inverse, scratch, phase);
-  if (threadIdx.x == 0) {
-    A* partial = static_cast<A*>(p.partials) + row * p.row_partials + 2 * chunk;
-    partial[0] = moments.mean + moments.correction;
-    partial[1] = moments.squares;
+constexpr int kChunkBlocks =
+    MinBlocks<float>(kNormChunkThreads, kNormChunkHeld, NormAccess::kShifted);
+
+// Computes the moments of each chunk, and stores the sum if requested.
+struct ChunkMoments {
+  static constexpr int kBlocks = kChunkBlocks;
+  NormForwardParams p;
+
+  template <typename T>
+  __device__ __forceinline__ void Run() const {
+    using Group = RowGroup<kNormChunkThreads>;
+    using Chunk = Held<T, NormAccess::kShifted, Group, kNormChunkHeld>;
+    using A = ComputeType<T>;
+    __shared__ typename Chunk::Scratch scratch;
+    int phase = 0;
+
+    const int64_t row = blockIdx.x / p.chunks;
+    const int64_t chunk = blockIdx.x - row * p.chunks;
+    Chunk held(p, row, chunk * Chunk::kCapacity);
+    held.Load(p, p.x, p.adds);
+    // The last chunk may be empty, because rows may begin in the middle of a unit.
+    const A inverse = A(1) / max(Chunk::Count(p, row, chunk), A(1));
+    const auto moments = held.Reduce(p.layer, inverse, scratch, phase);
+    if (threadIdx.x == 0) {
+      A* partial = static_cast<A*>(p.partials) + row * p.row_partials + 2 * chunk;
+      partial[0] = moments.mean + moments.correction;
+      partial[1] = moments.squares;
+    }
   }
-}
+};
 
 // Merges the moments of a row's chunks, in every block of the row again, and normalizes one chunk.
 // The last chunks come first, because they may still be in L2.
-template <typename T>
-__global__ void __launch_bounds__(kNormChunkThreads, MinBlocks<T>(kNormChunkThreads, kNormChunkHeld,
-                                                                  NormAccess::kShifted))
-    NormMergeKernel(const NormForwardParams p) {
-  using Group = RowGroup<kNormChunkThreads>;
-  using Chunk = Held<T, NormAccess::kShifted, Group, kNormChunkHeld>;
-  using A = ComputeType<T>;
-  __shared__ typename Chunk::Scratch scratch;
-  int phase = 0;
+struct MergeChunks {
+  static constexpr int kBlocks = kChunkBlocks;
+  NormForwardParams p;
 
-  const int64_t block = gridDim.x - 1 - blockIdx.x;
-  const int64_t row = block / p.chunks;
-  const int64_t chunk = block - row * p.chunks;
-  Chunk held(p, row, chunk * Chunk::kCapacity);
-  const bool stored = p.sum != nullptr;
-  held.Load(p, stored ? p.sum : p.x, p.adds && !stored);
+  template <typename T>
+  __device__ __forceinline__ void Run() const {
+    using Group = RowGroup<kNormChunkThreads>;
+    using Chunk = Held<T, NormAccess::kShifted, Group, kNormChunkHeld>;
+    using A = ComputeType<T>;
+    __shared__ typename Chunk::Scratch scratch;
+    int phase = 0;
 
-  const A* partials = static_cast<const A*>(p.partials) + row * p.row_partials;
-  // Sum the means relative to that of the first chunk, so that no large numbers are added. Then sum
-  // the squares of all chunks, as deviations from the mean of the row.
-  const A origin = partials[0];
-  A total[1] = {A(0)};
-  for (int64_t c = threadIdx.x; c < p.chunks; c += kNormChunkThreads) {
-    total[0] += Chunk::Count(p, row, c) * (partials[2 * c] - origin);
+    const int64_t block = gridDim.x - 1 - blockIdx.x;
+    const int64_t row = block / p.chunks;
+    const int64_t chunk = block - row * p.chunks;
+    Chunk held(p, row, chunk * Chunk::kCapacity);
+    const bool stored = p.sum != nullptr;
+    held.Load(p, stored ? p.sum : p.x, p.adds && !stored);
+
+    const A* partials = static_cast<const A*>(p.partials) + row * p.row_partials;
+    // Sum the means relative to that of the first chunk, so that no large numbers are added. Then
+    // sum the squares of all chunks, as deviations from the mean of the row.
+    const A origin = partials[0];
+    A total[1] = {A(0)};
+    for (int64_t c = threadIdx.x; c < p.chunks; c += kNormChunkThreads) {
+      total[0] += Chunk::Count(p, row, c) * (partials[2 * c] - origin);
+    }
+    Group::AllReduce(Sum(), total, scratch, phase);
+    const A mean = origin + total[0] * Inverse<A>(p);
+    A squares[1] = {A(0)};
+    for (int64_t c = threadIdx.x; c < p.chunks; c += kNormChunkThreads) {
+      const A deviation = partials[2 * c] - mean;
+      squares[0] += partials[2 * c + 1] + Chunk::Count(p, row, c) * (deviation * deviation);
+    }
+    Group::AllReduce(Sum(), squares, scratch, phase);
+    const A rstd = ReciprocalRoot(squares[0] * Inverse<A>(p) + Eps<A>(p));
+    held.Subtract(mean);
+    held.Normalize(p, A(0), rstd);
+    if (chunk == 0 && threadIdx.x == 0) StoreMoments(p, row, mean, rstd);
   }
-  Group::AllReduce(Sum(), total, scratch, phase);
-  const A mean = origin + total[0] * Inverse<A>(p);
-  A squares[1] = {A(0)};
-  for (int64_t c = threadIdx.x; c < p.chunks; c += kNormChunkThreads) {
-    const A deviation = partials[2 * c] - mean;
-    squares[0] += partials[2 * c + 1] + Chunk::Count(p, row, c) * (deviation * deviation);
-  }
-  Group::AllReduce(Sum(), squares, scratch, phase);
-  const A rstd = ReciprocalRoot(squares[0] * Inverse<A>(p) + Eps<A>(p));
-  held.Subtract(mean);
-  held.Normalize(p, A(0), rstd);
-  if (chunk == 0 && threadIdx.x == 0) StoreMoments(p, row, mean, rstd);
-}
+};
 
 // Rows of any length and alignment. Each row is read twice.
 template <typename T>
@@ -286,9 +296,12 @@ cudaError_t LaunchForward(int alignment, DType dtype, NormForwardParams params,
     }
     params.chunks = plan.chunks;
     params.row_partials = CeilDiv(params.n, 1024);
-    error = launch(KernelOf<NormForwardKernels, NormChunkKernel<T>>());
-    if (error != cudaSuccess) return error;
-    return launch(KernelOf<NormForwardKernels, NormMergeKernel<T>>());
+    const auto launch_any = [&](const auto& work) {
+      return LaunchAnyType<NormForwardKernels, kNormChunkThreads>(
+          dtype, Grid(plan.blocks, plan.threads), stream, work);
+    };
+    error = launch_any(ChunkMoments{params});
+    return error == cudaSuccess ? launch_any(MergeChunks{params}) : error;
   }
 }
 

@@ -4,8 +4,7 @@
 // and every row would wait for them. So blocks are persistent and process many rows. Each thread
 // keeps the parameters of its columns in shared memory, where no other thread reads them. The next
 // row is loaded while the current one is reduced.
-#ifndef JAX_FASTOPS_NORM_FORWARD_LONG_CUH_
-#define JAX_FASTOPS_NORM_FORWARD_LONG_CUH_
+#pragma once
 
 #include <cstdint>
 #include <type_traits>
@@ -179,5 +178,3 @@ __global__ void __launch_bounds__(kNormLongThreads, 1024 / kNormLongThreads)
 
 }  // namespace
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_NORM_FORWARD_LONG_CUH_

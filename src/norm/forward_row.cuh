@@ -7,8 +7,7 @@
 // (NormAccess::kShifted). Their elements outside the row are 0 in the registers, and are not
 // stored. The same column is at another place of a unit in every row then, so parameters are loaded
 // with a shift (Shifted).
-#ifndef JAX_FASTOPS_NORM_FORWARD_ROW_CUH_
-#define JAX_FASTOPS_NORM_FORWARD_ROW_CUH_
+#pragma once
 
 #include <cstdint>
 #include <type_traits>
@@ -441,5 +440,3 @@ constexpr int MinBlocks(int block, int held, NormAccess access, bool drops = fal
 
 }  // namespace
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_NORM_FORWARD_ROW_CUH_

@@ -3,8 +3,7 @@
 //
 // Empty arrays succeed; if there are no rows, the partial sums are set to zero. Pointers need only
 // the alignment of an element; outputs must not overlap inputs.
-#ifndef JAX_FASTOPS_NORM_NORM_H_
-#define JAX_FASTOPS_NORM_NORM_H_
+#pragma once
 
 #include "core/backend.h"
 #include "core/dtype.h"
@@ -23,5 +22,3 @@ Status LoadNormForwardKernels();
 Status LoadNormBackwardKernels();
 
 }  // namespace jax_fastops::FASTOPS_BACKEND
-
-#endif  // JAX_FASTOPS_NORM_NORM_H_

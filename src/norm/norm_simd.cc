@@ -435,7 +435,6 @@ struct Norm {
 
 }  // namespace
 
-extern const NormKernels norm_kernels;
 const NormKernels norm_kernels = {FASTOPS_EACH_DTYPE(Norm, Forward),
                                   FASTOPS_EACH_DTYPE(Norm, Backward)};
 

@@ -1,7 +1,6 @@
 // The kernels of layer norm and RMS norm for one instruction set. isa.h says what this header may
 // contain.
-#ifndef JAX_FASTOPS_NORM_NORM_SIMD_H_
-#define JAX_FASTOPS_NORM_NORM_SIMD_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -28,5 +27,3 @@ struct NormKernels {
 FASTOPS_DECLARE_KERNELS(NormKernels, norm_kernels)
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_NORM_NORM_SIMD_H_

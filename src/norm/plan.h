@@ -1,8 +1,7 @@
 // Launch plans of the CUDA kernels of layer norm and RMS norm: which kernel runs, on how many
 // blocks, with how much shared memory. The tables of forms also define the kernels: the .cu files
 // instantiate one kernel per form and element type.
-#ifndef JAX_FASTOPS_NORM_PLAN_H_
-#define JAX_FASTOPS_NORM_PLAN_H_
+#pragma once
 
 #include <cstdint>
 #include <iterator>
@@ -193,5 +192,3 @@ NormBackwardPlan PlanNormBackward(const NormBackwardCall& call, const HeldLimits
 inline constexpr int kNormLongTile = 16 * kNormBackwardThreads;
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_NORM_PLAN_H_

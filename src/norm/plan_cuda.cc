@@ -94,9 +94,8 @@ NormForwardPlan PlanNormForward(int64_t rows, int64_t n, int itemsize, int align
 
 namespace {
 
-// The shared memory for the rings of a block, unless kMinStages stages need more. Larger rings are
-// 2 to 6% slower: tiles only wait longer in the ring, and more of them are left to process after
-// the last load.
+// The shared memory for the rings of a block, unless kMinStages stages need more. In larger rings
+// tiles only wait longer, and more of them are left to process after the last load.
 constexpr int64_t kRing = 64 << 10;
 constexpr int64_t kMinStages = 2;
 

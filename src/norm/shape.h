@@ -1,6 +1,5 @@
 // The shape of a layer norm or RMS norm and its arrays, shared by the backends.
-#ifndef JAX_FASTOPS_NORM_SHAPE_H_
-#define JAX_FASTOPS_NORM_SHAPE_H_
+#pragma once
 
 #include <cstdint>
 
@@ -80,5 +79,3 @@ inline constexpr int64_t kNormWorkspace = 16384;
 inline constexpr int64_t kNormDropoutLeast = 256, kNormDropoutMost = 1024;
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_NORM_SHAPE_H_

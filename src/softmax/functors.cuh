@@ -3,8 +3,7 @@
 // functor has a maximum and a sum for each of kColumns columns: element i of a word belongs to
 // column i % kColumns. Rows along the minor axis are one column. Softmax with
 // dropout has functors of its own, because dropout takes registers.
-#ifndef JAX_FASTOPS_SOFTMAX_FUNCTORS_CUH_
-#define JAX_FASTOPS_SOFTMAX_FUNCTORS_CUH_
+#pragma once
 
 #include <cstdint>
 #include <iterator>
@@ -400,5 +399,3 @@ struct DropBackward {
 };
 
 }  // namespace jax_fastops::cuda::softmax
-
-#endif  // JAX_FASTOPS_SOFTMAX_FUNCTORS_CUH_

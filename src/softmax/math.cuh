@@ -1,7 +1,6 @@
 // The arithmetic of softmax on single elements and words, which does not depend on how threads
 // share a row.
-#ifndef JAX_FASTOPS_SOFTMAX_MATH_CUH_
-#define JAX_FASTOPS_SOFTMAX_MATH_CUH_
+#pragma once
 
 #include <cstdint>
 #include <type_traits>
@@ -226,5 +225,3 @@ __device__ __forceinline__ void AddTo(A (&values)[kSize], A (&sums)[kColumns]) {
 }
 
 }  // namespace jax_fastops::cuda::softmax
-
-#endif  // JAX_FASTOPS_SOFTMAX_MATH_CUH_

@@ -1,7 +1,6 @@
 // What a call of softmax asks of the core's planners of rows and of columns: plain C++, with a
 // property test (tests/native/softmax_plan_test.cc).
-#ifndef JAX_FASTOPS_SOFTMAX_REQUESTS_H_
-#define JAX_FASTOPS_SOFTMAX_REQUESTS_H_
+#pragma once
 
 #include <cstdint>
 
@@ -66,5 +65,3 @@ inline ColumnsShape ColumnsOf(const SoftmaxShape& shape, const SoftmaxMask& mask
 }
 
 }  // namespace jax_fastops::cuda::softmax
-
-#endif  // JAX_FASTOPS_SOFTMAX_REQUESTS_H_

@@ -1,6 +1,5 @@
 // The shape of a softmax and its mask, shared by the backends.
-#ifndef JAX_FASTOPS_SOFTMAX_SHAPE_H_
-#define JAX_FASTOPS_SOFTMAX_SHAPE_H_
+#pragma once
 
 #include <cstdint>
 
@@ -55,5 +54,3 @@ struct SoftmaxArguments {
 };
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_SOFTMAX_SHAPE_H_

@@ -4,8 +4,7 @@
 // inputs. If rows are longer than kSoftmaxWorkspace, the caller passes an uninitialized workspace
 // of ceil(n / 1024) elements per row, of the accumulator's type (double for double, otherwise
 // float). The CPU does not use it.
-#ifndef JAX_FASTOPS_SOFTMAX_SOFTMAX_H_
-#define JAX_FASTOPS_SOFTMAX_SOFTMAX_H_
+#pragma once
 
 #include "core/backend.h"
 #include "softmax/shape.h"
@@ -33,5 +32,3 @@ Status SoftmaxBackward(const SoftmaxArguments& call, Queue queue);
 Status LoadSoftmaxKernels();
 
 }  // namespace jax_fastops::FASTOPS_BACKEND
-
-#endif  // JAX_FASTOPS_SOFTMAX_SOFTMAX_H_

@@ -611,7 +611,6 @@ struct Softmax {
 
 }  // namespace
 
-extern const SoftmaxKernels softmax_kernels;
 const SoftmaxKernels softmax_kernels = {FASTOPS_EACH_DTYPE(Softmax, Rows),
                                         FASTOPS_EACH_DTYPE(Softmax, BackwardRows),
                                         FASTOPS_EACH_DTYPE(Softmax, Stats),

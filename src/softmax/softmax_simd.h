@@ -1,7 +1,6 @@
 // The kernels of softmax and log-softmax for one instruction set. isa.h says what this header may
 // contain.
-#ifndef JAX_FASTOPS_SOFTMAX_SOFTMAX_SIMD_H_
-#define JAX_FASTOPS_SOFTMAX_SOFTMAX_SIMD_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -115,5 +114,3 @@ struct SoftmaxKernels {
 FASTOPS_DECLARE_KERNELS(SoftmaxKernels, softmax_kernels)
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_SOFTMAX_SOFTMAX_SIMD_H_

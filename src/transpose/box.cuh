@@ -7,8 +7,7 @@
 // table once, one dimension at a time. (A chain of divisions per entry took a third of the time for
 // bfloat16.) Segments of the output that are not aligned are first gathered into shared memory, and
 // written from there in aligned chunks.
-#ifndef JAX_FASTOPS_TRANSPOSE_BOX_CUH_
-#define JAX_FASTOPS_TRANSPOSE_BOX_CUH_
+#pragma once
 
 #include <cstdint>
 #include <cstring>
@@ -292,5 +291,3 @@ __global__ void __launch_bounds__(kBoxThreads, kBoxBlocks)
 }
 
 }  // namespace jax_fastops::cuda::transpose
-
-#endif  // JAX_FASTOPS_TRANSPOSE_BOX_CUH_

@@ -1,6 +1,5 @@
 // What the kernels that transpose share: division of indices, and loads of bytes at any address.
-#ifndef JAX_FASTOPS_TRANSPOSE_BYTES_CUH_
-#define JAX_FASTOPS_TRANSPOSE_BYTES_CUH_
+#pragma once
 
 #include <cstdint>
 
@@ -60,5 +59,3 @@ __device__ __forceinline__ uint4 LoadBytes(const char* p, const char* end) {
 }
 
 }  // namespace jax_fastops::cuda::transpose
-
-#endif  // JAX_FASTOPS_TRANSPOSE_BYTES_CUH_

@@ -67,16 +67,4 @@ Permutation Normalize(const TransposeShape& shape) {
   return p;
 }
 
-size_t TransposeShapeHash::operator()(const TransposeShape& shape) const {
-  uint64_t hash = 0xcbf29ce484222325u;
-  const auto mix = [&hash](uint64_t value) {
-    hash = (hash ^ value) * 0x9e3779b97f4a7c15u;
-    hash ^= hash >> 29;
-  };
-  for (const int64_t dim : shape.dims) mix(static_cast<uint64_t>(dim));
-  for (const int axis : shape.axes) mix(static_cast<uint64_t>(axis));
-  mix(static_cast<uint64_t>(shape.itemsize * 32 + shape.alignment));
-  return static_cast<size_t>(hash);
-}
-
 }  // namespace jax_fastops

@@ -1,5 +1,5 @@
-// The plan of a transposition, computed once per shape and shared by the backends: the permutation
-// of a dense row-major array, reduced to the dimensions that matter.
+// What the backends plan a transposition from: the permutation of a dense row-major array, reduced
+// to the dimensions that matter.
 //
 // - Dimensions of size 1 are dropped.
 // - Dimensions that are adjacent in the input and, in the same order, in the output are merged:
@@ -12,16 +12,9 @@
 // An identity has at most one dimension left: it is a copy.
 //
 // Source: OneFlow, "How to implement a permute / transpose operator".
-#ifndef JAX_FASTOPS_TRANSPOSE_PERMUTATION_H_
-#define JAX_FASTOPS_TRANSPOSE_PERMUTATION_H_
+#pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <mutex>
-#include <shared_mutex>
-#include <unordered_map>
-#include <utility>
 #include <vector>
 
 namespace jax_fastops {
@@ -53,45 +46,9 @@ struct TransposeShape {
   int64_t itemsize = 1;       // bytes per element: a power of two up to 16
   // The alignment of both pointers: a power of two up to 16. It may be less than an element.
   int64_t alignment = 16;
-
-  bool operator==(const TransposeShape& other) const {
-    return dims == other.dims && axes == other.axes && itemsize == other.itemsize &&
-           alignment == other.alignment;
-  }
 };
 
 // No dimension may have size 0.
 Permutation Normalize(const TransposeShape& shape);
 
-struct TransposeShapeHash {
-  size_t operator()(const TransposeShape& shape) const;
-};
-
-// A cache of plans by shape. Each backend has one. Thread-safe.
-template <typename Plan>
-class PlanCache {
- public:
-  template <typename Make>
-  std::shared_ptr<const Plan> Get(const TransposeShape& shape, const Make& make) {
-    {
-      std::shared_lock<std::shared_mutex> lock(mutex_);
-      const auto found = plans_.find(shape);
-      if (found != plans_.end()) return found->second;
-    }
-    auto plan = std::make_shared<const Plan>(make(shape));
-    std::unique_lock<std::shared_mutex> lock(mutex_);
-    // A program has few shapes. The limit protects against one that makes new shapes forever.
-    if (plans_.size() >= kMaxPlans) plans_.clear();
-    return plans_.emplace(shape, std::move(plan)).first->second;
-  }
-
- private:
-  static constexpr size_t kMaxPlans = 4096;
-
-  std::shared_mutex mutex_;
-  std::unordered_map<TransposeShape, std::shared_ptr<const Plan>, TransposeShapeHash> plans_;
-};
-
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_TRANSPOSE_PERMUTATION_H_

@@ -1,10 +1,9 @@
 // Launch plans of the CUDA kernels that transpose: one of four kernels, its index arithmetic, and
-// its grid. transpose.cu explains the kernels. A plan depends on the shape only, and is cached.
+// its grid. transpose.cu explains the kernels.
 //
 // Offsets into the arrays are in bytes, and 64-bit. Divisors and the numbers that they divide are
 // below 2^31, except in RowsPlan<uint64_t>.
-#ifndef JAX_FASTOPS_TRANSPOSE_PLAN_H_
-#define JAX_FASTOPS_TRANSPOSE_PLAN_H_
+#pragma once
 
 #include <cstdint>
 #include <type_traits>
@@ -139,5 +138,3 @@ struct TransposePlan {
 TransposePlan PlanTranspose(const TransposeShape& shape, int processors);
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_TRANSPOSE_PLAN_H_

@@ -5,8 +5,7 @@
 // unaligned window of the input is two aligned loads and a shift. If a row ends within the 16
 // bytes, there is a second window. Every thread computes offsets, so the kernels exist for 32-bit
 // and 64-bit indices.
-#ifndef JAX_FASTOPS_TRANSPOSE_ROWS_CUH_
-#define JAX_FASTOPS_TRANSPOSE_ROWS_CUH_
+#pragma once
 
 #include <cstdint>
 
@@ -107,5 +106,3 @@ __global__ void __launch_bounds__(kRowsThreads)
 }
 
 }  // namespace jax_fastops::cuda::transpose
-
-#endif  // JAX_FASTOPS_TRANSPOSE_ROWS_CUH_

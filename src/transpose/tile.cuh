@@ -13,8 +13,7 @@
 // because a partially written sector is expensive for L2: in each column, the tile leaves the
 // elements before its first sector boundary to the tile above, and takes as many more rows at its
 // end. Only the first and the last tile of a column write single elements.
-#ifndef JAX_FASTOPS_TRANSPOSE_TILE_CUH_
-#define JAX_FASTOPS_TRANSPOSE_TILE_CUH_
+#pragma once
 
 #include <cstdint>
 #include <cstring>
@@ -339,5 +338,3 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<kElement, kAlignedIn
 }
 
 }  // namespace jax_fastops::cuda::transpose
-
-#endif  // JAX_FASTOPS_TRANSPOSE_TILE_CUH_

@@ -3,8 +3,8 @@
 // Nothing is computed, so the floor is a copy: every byte is read once and written once. The
 // difficulty is that both sides need long contiguous accesses, but contiguous input is not
 // contiguous in the output. DRAM and L2 move sectors of 32 bytes, and an SM of an H100 has about 75
-// clocks for every 512 bytes that it reads and writes, too few to handle them one by one. A plan,
-// computed once per shape and cached (plan.h), chooses one of four kernels:
+// clocks for every 512 bytes that it reads and writes, too few to handle them one by one. A plan
+// (plan.h) chooses one of four kernels:
 //
 // - rows.cuh: the minor dimension stays, for rows of 16-byte units and for rows of any length;
 // - tile.cuh: the minor dimension moves, by tiles of a matrix;
@@ -19,7 +19,6 @@
 #include "transpose/transpose.h"
 
 #include <algorithm>
-#include <memory>
 
 #include "core/alignment.h"
 #include "core/cuda/launch.h"
@@ -105,13 +104,10 @@ cudaError_t Transpose(const void* x, void* y, const int64_t* dims, const int* ax
   Device device;
   const cudaError_t error = CurrentDevice(&device);
   if (error != cudaSuccess) return error;
-  // All devices share the plans: one made for a different number of processors is valid, too.
-  static PlanCache<TransposePlan> plans;
-  const std::shared_ptr<const TransposePlan> plan = plans.Get(
-      shape, [&](const TransposeShape& s) { return PlanTranspose(s, device.processors); });
+  const TransposePlan plan = PlanTranspose(shape, device.processors);
   return std::visit(transpose::Launcher{static_cast<const char*>(x), static_cast<char*>(y), bytes,
-                                        plan->unit, device, stream},
-                    plan->kernel);
+                                        plan.unit, device, stream},
+                    plan.kernel);
 }
 
 cudaError_t LoadTransposeKernels() { return LoadKernels<transpose::Family>(); }

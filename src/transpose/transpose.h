@@ -1,8 +1,7 @@
 // Transposition of dense arrays on raw pointers: any rank, any permutation, any element of 1, 2, 4,
 // 8 or 16 bytes. Empty arrays succeed. Pointers need only the alignment of an element; x and y must
 // not overlap.
-#ifndef JAX_FASTOPS_TRANSPOSE_TRANSPOSE_H_
-#define JAX_FASTOPS_TRANSPOSE_TRANSPOSE_H_
+#pragma once
 
 #include <cstdint>
 
@@ -18,5 +17,3 @@ Status Transpose(const void* x, void* y, const int64_t* dims, const int* axes, i
 Status LoadTransposeKernels();
 
 }  // namespace jax_fastops::FASTOPS_BACKEND
-
-#endif  // JAX_FASTOPS_TRANSPOSE_TRANSPOSE_H_

@@ -16,7 +16,6 @@
 #include "transpose/transpose.h"
 
 #include <cstring>
-#include <memory>
 #include <vector>
 
 #include "core/cpu/stream.h"
@@ -38,15 +37,9 @@ struct Side {
   std::vector<int64_t> offset;  // of each index, in the other array
 };
 
-// The output size, in bytes, from which stores bypass the caches early. stream.h gives the sizes
-// for other cases. Measured on two cores of an EPYC with 32 MiB of last-level cache; ratios are
-// times relative to stores through the caches:
-// - Outputs that are too large for the cache, but not fresh memory, float32: 0.7 to 1.2.
-// - Columns that are whole pages apart compete for the same few cache sets. 2048 x 2048 bfloat16:
-//   0.5 to 0.9. The same holds if a buffer is written in whole lines (`dense`). These cases use the
-//   early size.
-// - Rows that stay rows are not streamed: 0.9 to 1 if the input is not in the caches, but 1.2 to 2
-//   if it is.
+// The output size, in bytes, from which stores bypass the caches early. stream.h gives the size for
+// other cases. Columns that are whole pages apart compete for the same few cache sets, and a buffer
+// may be written in whole lines (`dense`). Rows that stay rows are never streamed.
 constexpr int64_t kEarlyStreamBytes = int64_t{8} << 20;
 
 struct Plan {
@@ -62,8 +55,7 @@ struct Plan {
   bool early = false;    // uses kEarlyStreamBytes
 };
 
-// The minimum length of a block's side, and the size of a block, in bytes. Of 256 and 512 bytes per
-// side, 512 was faster on an EPYC with 48 KiB and 1 MiB of cache per core.
+// The minimum length of a block's side, and the size of a block, in bytes.
 constexpr int64_t kSide = 512;
 constexpr int64_t kBlock = 16 << 10;
 // Rows that stay rows are divided only if they are longer than this.
@@ -302,11 +294,9 @@ void Transpose(const void* x_data, void* y_data, const int64_t* dims, const int*
   }
   const char* x = static_cast<const char*>(x_data);
   char* y = static_cast<char*>(y_data);
-  static PlanCache<Plan> cache;
   // Unaligned loads and stores cost the same, so the unit is as wide as the shape allows.
-  const std::shared_ptr<const Plan> plan =
-      cache.Get({{dims, dims + rank}, {axes, axes + rank}, itemsize, 16}, MakePlan);
-  const Permutation& p = plan->p;
+  const Plan plan = MakePlan({{dims, dims + rank}, {axes, axes + rank}, itemsize, 16});
+  const Permutation& p = plan.p;
   const int64_t bytes = p.count * p.unit;
   if (p.IsCopy()) {
     ParallelFor(executor, bytes, 4096, 2, [&](int64_t begin, int64_t end) {
@@ -314,12 +304,11 @@ void Transpose(const void* x_data, void* y_data, const int64_t* dims, const int*
     });
     return;
   }
-  const bool stream = (plan->aligned || plan->dense) &&
-                      reinterpret_cast<uintptr_t>(y) % kLine == 0 &&
-                      ShouldStream(bytes, plan->early ? kEarlyStreamBytes : kStreamBytes);
-  ParallelFor(executor, plan->blocks, 1,
-              2 * static_cast<double>(bytes) / static_cast<double>(plan->blocks),
-              [&](int64_t begin, int64_t end) { RunBlocks(*plan, x, y, begin, end, stream); });
+  const bool stream = (plan.aligned || plan.dense) && reinterpret_cast<uintptr_t>(y) % kLine == 0 &&
+                      ShouldStream(bytes, plan.early ? kEarlyStreamBytes : kStreamBytes);
+  ParallelFor(executor, plan.blocks, 1,
+              2 * static_cast<double>(bytes) / static_cast<double>(plan.blocks),
+              [&](int64_t begin, int64_t end) { RunBlocks(plan, x, y, begin, end, stream); });
 }
 
 }  // namespace jax_fastops::cpu

@@ -24,10 +24,6 @@
 
 #include "transpose/transpose_simd.h"
 
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
 #include "core/cpu/simd.h"
 
 namespace jax_fastops::cpu::FASTOPS_ISA {
@@ -35,50 +31,33 @@ namespace {
 
 // ---- Registers: of kLanes lanes of 16 bytes -----------------------------------------------------
 //
-// Low and High alternate the units of the lower and of the upper halves of the lanes of a and b.
+// The types are those of x86's intrinsics.
 
-#if defined(__x86_64__)
-using Lane = __m128i;
-#define FASTOPS_INTERLEAVE(name, V, intrinsic)                \
-  template <int kUnit>                                        \
-  FASTOPS_INLINE V name(V a, V b) {                           \
-    if constexpr (kUnit == 1) return intrinsic##_epi8(a, b);  \
-    if constexpr (kUnit == 2) return intrinsic##_epi16(a, b); \
-    if constexpr (kUnit == 4) return intrinsic##_epi32(a, b); \
-    return intrinsic##_epi64(a, b);                           \
+typedef long long Lane __attribute__((vector_size(16)));
+typedef long long Reg __attribute__((vector_size(kVectorBytes)));
+constexpr int kLanes = sizeof(Reg) / sizeof(Lane);
+
+template <int... kInts>
+struct Ints {};
+template <int n, int... kInts>
+constexpr auto IntsBelow() {
+  if constexpr (n == 0) {
+    return Ints<kInts...>();
+  } else {
+    return IntsBelow<n - 1, n - 1, kInts...>();
   }
-#elif defined(__aarch64__)
-typedef uint8_t Lane __attribute__((vector_size(16)));
-#define FASTOPS_INTERLEAVE(name, V, intrinsic)                                         \
-  template <int kUnit>                                                                 \
-  FASTOPS_INLINE V name(V a, V b) {                                                    \
-    if constexpr (kUnit == 1) return (V)intrinsic##_u8((uint8x16_t)a, (uint8x16_t)b);  \
-    if constexpr (kUnit == 2) return (V)intrinsic##_u16((uint16x8_t)a, (uint16x8_t)b); \
-    if constexpr (kUnit == 4) return (V)intrinsic##_u32((uint32x4_t)a, (uint32x4_t)b); \
-    return (V)intrinsic##_u64((uint64x2_t)a, (uint64x2_t)b);                           \
-  }
-FASTOPS_INTERLEAVE(Low, Lane, vzip1q)
-FASTOPS_INTERLEAVE(High, Lane, vzip2q)
-#else
-typedef uint8_t Lane __attribute__((vector_size(16)));
-template <int kUnit>
-FASTOPS_INLINE Lane Interleave(Lane a, Lane b, int first) {
-  Lane v;
-  for (int i = 0; i < 16; ++i) {
-    const int at = (first + i / kUnit / 2) * kUnit + i % kUnit;
-    v[i] = i / kUnit % 2 == 0 ? a[at] : b[at];
-  }
-  return v;
 }
-template <int kUnit>
-FASTOPS_INLINE Lane Low(Lane a, Lane b) {
-  return Interleave<kUnit>(a, b, 0);
+
+// Alternates the units of the lower (kHalf = 0) or of the upper halves of the lanes of a and b.
+template <typename Unit, int kHalf>
+FASTOPS_INLINE Reg Interleave(Reg a, Reg b) {
+  typedef Unit Units __attribute__((vector_size(kVectorBytes)));
+  constexpr int N = 16 / sizeof(Unit), kAll = N * kLanes;
+  return [&]<int... i>(Ints<i...>) FASTOPS_LAMBDA {
+    return (Reg)__builtin_shufflevector((Units)a, (Units)b,
+                                        (i / N * N + kHalf * N / 2 + i % N / 2 + i % 2 * kAll)...);
+  }(IntsBelow<kAll>());
 }
-template <int kUnit>
-FASTOPS_INLINE Lane High(Lane a, Lane b) {
-  return Interleave<kUnit>(a, b, 8 / kUnit);
-}
-#endif
 
 // Loads and stores of the first 0 to 16 bytes of a lane. They do not access other bytes.
 #if FASTOPS_ISA_LEVEL == 2
@@ -117,10 +96,6 @@ FASTOPS_INLINE void StorePart(char* p, Lane v, int64_t n) {
 #endif
 
 #if FASTOPS_ISA_LEVEL == 2
-
-using Reg = __m512i;
-FASTOPS_INTERLEAVE(Low, Reg, _mm512_unpacklo)
-FASTOPS_INTERLEAVE(High, Reg, _mm512_unpackhi)
 template <int kIndex>
 FASTOPS_INLINE Lane GetLane(Reg v) {
   return _mm512_extracti32x4_epi32(v, kIndex);
@@ -138,12 +113,7 @@ FASTOPS_INLINE void TransposeLanes(Reg (&r)[4]) {
   r[2] = _mm512_shuffle_i64x2(c, d, 0x88);
   r[3] = _mm512_shuffle_i64x2(c, d, 0xDD);
 }
-
 #elif FASTOPS_ISA_LEVEL == 1
-
-using Reg = __m256i;
-FASTOPS_INTERLEAVE(Low, Reg, _mm256_unpacklo)
-FASTOPS_INTERLEAVE(High, Reg, _mm256_unpackhi)
 template <int kIndex>
 FASTOPS_INLINE Lane GetLane(Reg v) {
   return _mm256_extracti128_si256(v, kIndex);
@@ -154,24 +124,15 @@ FASTOPS_INLINE void TransposeLanes(Reg (&r)[2]) {
   r[1] = _mm256_permute2x128_si256(r[0], r[1], 0x31);
   r[0] = a;
 }
-
 #else
-
-using Reg = Lane;
-#if defined(__x86_64__)
-FASTOPS_INTERLEAVE(Low, Reg, _mm_unpacklo)
-FASTOPS_INTERLEAVE(High, Reg, _mm_unpackhi)
-#endif
 template <int kIndex>
 FASTOPS_INLINE Lane GetLane(Reg v) {
   return v;
 }
 FASTOPS_INLINE Reg FromLanes(const Lane (&l)[1]) { return l[0]; }
 FASTOPS_INLINE void TransposeLanes(Reg (&)[1]) {}
-
 #endif
 
-constexpr int kLanes = sizeof(Reg) / sizeof(Lane);
 constexpr int64_t kBytes = sizeof(Reg);
 constexpr int64_t kLine = 64;
 
@@ -246,8 +207,9 @@ struct Place {
   const int64_t* column;
 };
 
-template <int kUnit>
+template <typename Unit>
 struct Transpose {
+  static constexpr int kUnit = sizeof(Unit);
   static constexpr int N = 16 / kUnit;          // units per lane
   static constexpr int64_t kTile = N * kLanes;  // units per register
 
@@ -258,8 +220,8 @@ struct Transpose {
       Reg next[N];
 #pragma GCC unroll 8
       for (int i = 0; i < N / 2; ++i) {
-        next[2 * i] = Low<kUnit>(r[i], r[i + N / 2]);
-        next[2 * i + 1] = High<kUnit>(r[i], r[i + N / 2]);
+        next[2 * i] = Interleave<Unit, 0>(r[i], r[i + N / 2]);
+        next[2 * i + 1] = Interleave<Unit, 1>(r[i], r[i + N / 2]);
       }
 #pragma GCC unroll 16
       for (int i = 0; i < N; ++i) r[i] = next[i];
@@ -556,12 +518,11 @@ void Rows(const LoopNest& nest, const char* in, char* out, int64_t bytes) {
 
 }  // namespace
 
-extern const TransposeKernels transpose_kernels;
 const TransposeKernels transpose_kernels = {
-    {Transpose<1>::Run, Transpose<2>::Run, Transpose<4>::Run, Transpose<8>::Run,
-     Transpose<16>::Run},
-    {Transpose<1>::Dense, Transpose<2>::Dense, Transpose<4>::Dense, Transpose<8>::Dense,
-     Transpose<16>::Dense},
+    {Transpose<uint8_t>::Run, Transpose<uint16_t>::Run, Transpose<uint32_t>::Run,
+     Transpose<uint64_t>::Run, Transpose<__int128>::Run},
+    {Transpose<uint8_t>::Dense, Transpose<uint16_t>::Dense, Transpose<uint32_t>::Dense,
+     Transpose<uint64_t>::Dense, Transpose<__int128>::Dense},
     Rows};
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -1,6 +1,5 @@
 // The transposition kernels of one instruction set. isa.h says what this header may contain.
-#ifndef JAX_FASTOPS_TRANSPOSE_TRANSPOSE_SIMD_H_
-#define JAX_FASTOPS_TRANSPOSE_TRANSPOSE_SIMD_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -47,5 +46,3 @@ struct TransposeKernels {
 FASTOPS_DECLARE_KERNELS(TransposeKernels, transpose_kernels)
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_TRANSPOSE_TRANSPOSE_SIMD_H_

@@ -2,8 +2,7 @@
 //
 // All reads lie completely within the array: a word at its ends is assembled from elements. Loads
 // keep their words unchanged, so that many are in flight; words are shifted after all loads.
-#ifndef JAX_FASTOPS_WINDOW_SUM_ARRAYS_CUH_
-#define JAX_FASTOPS_WINDOW_SUM_ARRAYS_CUH_
+#pragma once
 
 #include <cstdint>
 #include <cstring>
@@ -72,5 +71,3 @@ __device__ __forceinline__ void MaskUnit(int first, int n, uint4* unit) {
 }
 
 }  // namespace jax_fastops::cuda::window_sum
-
-#endif  // JAX_FASTOPS_WINDOW_SUM_ARRAYS_CUH_

@@ -10,16 +10,9 @@
 // these rows belong to the windows that end there, and stay in registers. The sums from the rows to
 // the end of the group wait in a ring in shared memory, as long as a window, until the block gets
 // to the ends of the windows that begin there. The sum of a whole group is that from its first row.
-//
-// kShifted: rows have different alignments. A thread always has the same columns, at any address,
-// so it loads the two aligned words that contain them. It stores the aligned word that ends within
-// its columns; the thread to its left computes the beginning of that word. The first thread of a
-// strip's row computes only such a beginning, so strips overlap by a unit.
-#ifndef JAX_FASTOPS_WINDOW_SUM_COLUMNS_CUH_
-#define JAX_FASTOPS_WINDOW_SUM_COLUMNS_CUH_
+#pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #include "core/cuda/divide.cuh"
 #include "core/cuda/group.cuh"
@@ -28,27 +21,6 @@
 #include "window_sum/plan.h"
 
 namespace jax_fastops::cuda::window_sum {
-
-// Stores the word at `to`, for the columns that begin at `at`, as far as they lie within the row.
-template <typename T>
-__device__ __forceinline__ void StoreShifted(const uint4& left, const uint4& own, T* to, int64_t at,
-                                             int64_t inner) {
-  constexpr int kSize = 16 / sizeof(T);
-  const int shift = WordShift(to), before = shift / static_cast<int>(sizeof(T));
-  const uint4 words[2] = {shift > 0 ? left : own, own};
-  uint4 word;
-  ShiftWords<sizeof(T)>(words, -shift & 15, word);
-  to -= before;
-  at -= before;
-  if (at >= 0 && at + kSize <= inner) {
-    __stcs(reinterpret_cast<uint4*>(to), word);
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    if (at + i >= 0 && at + i < inner) to[i] = ElementOf<T>(word, i);
-  }
-}
 
 // The thread's part in a step, which is the same in all steps.
 struct ColumnsThread {
@@ -105,15 +77,13 @@ struct ColumnsRing {
 };
 
 // The rows of x and y that a block passes, and the thread's columns of them.
-template <typename T, int kBytes, bool kShifted>
+template <typename T, int kBytes>
 struct ColumnsStrip {
   static constexpr int kSize = kBytes / sizeof(T), kRows = ColumnsRows(kBytes);
-  static constexpr int kWords = kShifted ? 2 : 1;
   using Bits = Word<kBytes>;
 
   const Arrays& arrays;
   int64_t begin, sums;  // the first of the strip's sums along the axis, and their number
-  int64_t at;           // of inner
   bool active;
   const T* x;
   T* y;
@@ -127,8 +97,8 @@ struct ColumnsStrip {
     begin = (above - outer * static_cast<int64_t>(tiles.segments.divisor)) * tiles.segment;
     sums = a.m - begin < tiles.segment ? a.m - begin : tiles.segment;
     const int width = 1 << tiles.log_width;
-    at = (kShifted ? strip * (width - 1) + column - 1 : strip * width + column) * kSize;
-    active = at >= 0 && at < a.inner;
+    const int64_t at = (strip * width + column) * kSize;  // of inner
+    active = at < a.inner;
     x = reinterpret_cast<const T*>(a.x) + outer * a.n * a.inner + at;
     y = reinterpret_cast<T*>(a.y) + (outer * a.m + begin) * a.inner + at;
   }
@@ -143,47 +113,20 @@ struct ColumnsStrip {
   }
 
   // Loads rows, the padding as zeros.
-  __device__ __forceinline__ void Load(int64_t first, Bits (&words)[kRows][kWords]) const {
+  __device__ __forceinline__ void Load(int64_t first, Bits (&units)[kRows]) const {
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
-      if constexpr (kShifted) {
-        LoadWords(arrays, Row(first + k), Wanted(first + k), words[k]);
-      } else {
-        words[k][0] = Bits{};
-        if (Wanted(first + k)) words[k][0] = *reinterpret_cast<const Bits*>(Row(first + k));
-      }
+      units[k] = Bits{};
+      if (Wanted(first + k)) units[k] = *reinterpret_cast<const Bits*>(Row(first + k));
     }
   }
 
-  // Extracts the units of the rows from their words.
-  __device__ __forceinline__ void Settle(int64_t first, Bits (&words)[kRows][kWords],
-                                         Bits (&units)[kRows]) const {
-#pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-      if constexpr (kShifted) {
-        PatchWords<T>(arrays, Row(first + k), Wanted(first + k), words[k]);
-        ShiftWords<sizeof(T)>(words[k], WordShift(Row(first + k)), units[k]);
-      } else {
-        units[k] = words[k][0];
-      }
-    }
-  }
-
-  // Stores sum `i` along the axis. All threads of the warp call it.
-  __device__ __forceinline__ void Store(int64_t i, int column,
-                                        const ComputeType<T> (&values)[kSize]) const {
+  // Stores sum `i` along the axis.
+  __device__ __forceinline__ void Store(int64_t i, const ComputeType<T> (&values)[kSize]) const {
     Unit<T, kBytes> unit;
 #pragma unroll
     for (int e = 0; e < kSize; ++e) unit.elements[e] = FromCompute<T>(values[e]);
-    const bool summed = i >= 0 && i < sums;
-    if constexpr (kShifted) {
-      uint4 own;
-      memcpy(&own, unit.elements, 16);
-      const uint4 left = FromLane(own, (threadIdx.x & 31) - 1);
-      if (column > 0 && summed) StoreShifted(left, own, y + i * arrays.inner, at, arrays.inner);
-    } else {
-      if (active && summed) unit.template Store<CacheHint::kStreaming>(y + i * arrays.inner);
-    }
+    unit.template Store<CacheHint::kStreaming>(y + i * arrays.inner);
   }
 };
 
@@ -223,11 +166,11 @@ __device__ __forceinline__ void SumMiddle(const ColumnsThread& t, const ColumnsR
   Butterfly(Sum(), middle, t.group_slots << t.log_width, t.width);
 }
 
-template <typename T, int kBytes, bool kShifted>
-__global__ void __launch_bounds__(kWindowSumThreads, ColumnsBlocks(kBytes, sizeof(T), kShifted))
+template <typename T, int kBytes>
+__global__ void __launch_bounds__(kWindowSumThreads, ColumnsBlocks(kBytes, sizeof(T)))
     ColumnsKernel(const Arrays a, const WindowSumColumns tiles) {
   using A = ComputeType<T>;
-  using Strip = ColumnsStrip<T, kBytes, kShifted>;
+  using Strip = ColumnsStrip<T, kBytes>;
   using Bits = Word<kBytes>;
   constexpr int kSize = Strip::kSize, kRows = Strip::kRows;
   extern __shared__ __align__(16) unsigned char shared[];
@@ -240,13 +183,14 @@ __global__ void __launch_bounds__(kWindowSumThreads, ColumnsBlocks(kBytes, sizeo
 
   for (int64_t block = blockIdx.x; block < tiles.blocks; block += gridDim.x) {
     const Strip strip(a, tiles, block, t.column);
-    Bits next[kRows][Strip::kWords];
+    Bits next[kRows];
     strip.Load(t.slot * kRows, next);
     int base = 0;  // the ring's row of the step's first row
     for (int64_t first = 0; first < strip.Rows(); first += rows) {
       const int64_t my_first = first + t.slot * kRows;
       Bits units[kRows];
-      strip.Settle(my_first, next, units);
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) units[k] = next[k];
       if (first + rows < strip.Rows()) strip.Load(my_first + rows, next);
 
       A before[kSize], after[kSize];
@@ -273,7 +217,7 @@ __global__ void __launch_bounds__(kWindowSumThreads, ColumnsBlocks(kBytes, sizeo
         const int64_t i_sum = my_first + k - (window - 1);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) before[i] += ToCompute(ElementOf<T>(units[k], i));
-        if (!kShifted && (!strip.active || i_sum < 0 || i_sum >= strip.sums)) continue;
+        if (!strip.active || i_sum < 0 || i_sum >= strip.sums) continue;
         A out[kSize];
         if (whole == 0 && k >= window - 1) {  // within the thread's own rows
 #pragma unroll
@@ -293,7 +237,7 @@ __global__ void __launch_bounds__(kWindowSumThreads, ColumnsBlocks(kBytes, sizeo
             if (far) out[i] += furthest[i];
           }
         }
-        strip.Store(i_sum, t.column, out);
+        strip.Store(i_sum, out);
       }
       __syncthreads();  // the ring is written again
       base = ring.Down(base + rows);
@@ -302,5 +246,3 @@ __global__ void __launch_bounds__(kWindowSumThreads, ColumnsBlocks(kBytes, sizeo
 }
 
 }  // namespace jax_fastops::cuda::window_sum
-
-#endif  // JAX_FASTOPS_WINDOW_SUM_COLUMNS_CUH_

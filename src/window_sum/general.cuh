@@ -7,8 +7,7 @@
 // from the elements at both ends. For long windows there is a tree over the axis: the sums of 16
 // elements, of 16 of those, and so on. The common part is then at most 15 nodes on each side of
 // each level.
-#ifndef JAX_FASTOPS_WINDOW_SUM_GENERAL_CUH_
-#define JAX_FASTOPS_WINDOW_SUM_GENERAL_CUH_
+#pragma once
 
 #include <cstdint>
 
@@ -62,6 +61,7 @@ __global__ void __launch_bounds__(kWindowSumThreads) DirectUnitsKernel(const Arr
 
 // Single elements.
 struct Direct {
+  static constexpr int kBlocks = 6;
   Arrays a;
 
   template <typename T>
@@ -72,6 +72,7 @@ struct Direct {
 
 // The nodes of a level from those below it: [outer, below, inner] to [outer, above, inner].
 struct TreeLevel {
+  static constexpr int kBlocks = 8;
   const void* x;
   void* y;
   int64_t outer, below, above, inner;
@@ -108,6 +109,7 @@ struct TreeLevel {
 
 // `nodes`: the sums of the levels above the elements, one level after the other.
 struct Tree {
+  static constexpr int kBlocks = 3;
   Arrays a;
   WindowSumTree tree;
   const void* nodes;
@@ -172,5 +174,3 @@ struct Tree {
 };
 
 }  // namespace jax_fastops::cuda::window_sum
-
-#endif  // JAX_FASTOPS_WINDOW_SUM_GENERAL_CUH_

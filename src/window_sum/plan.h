@@ -1,7 +1,6 @@
 // Launch plans of the CUDA kernels of window sums: which kernel, on how many blocks, and how the
 // array is cut. The files of the kernels explain the terms.
-#ifndef JAX_FASTOPS_WINDOW_SUM_PLAN_H_
-#define JAX_FASTOPS_WINDOW_SUM_PLAN_H_
+#pragma once
 
 #include <cstdint>
 
@@ -23,7 +22,6 @@ enum class WindowSumKernel {
   kWarpsAligned,  // x is aligned as y is, at both ends of windows
   kWarpsShifted,
   kColumns,
-  kColumnsShifted,  // units of 16 bytes at any address
   kTree,
 };
 
@@ -36,9 +34,7 @@ inline constexpr int kWarpsLongest = 1 << 29;
 // ColumnsKernel: the rows that a thread processes in one step, for units of `bytes`.
 constexpr int ColumnsRows(int bytes) { return bytes == 16 ? 4 : 8; }
 // Blocks for which an SM has registers: a unit of 8 elements takes 8 accumulators.
-constexpr int ColumnsBlocks(int bytes, int itemsize, bool shifted) {
-  return bytes / itemsize > 4 || shifted ? 2 : 3;
-}
+constexpr int ColumnsBlocks(int bytes, int itemsize) { return bytes / itemsize > 4 ? 2 : 3; }
 
 // TreeKernel: the nodes below a node, which is also the number of sums of a thread.
 inline constexpr int kTreeFan = 16, kTreeLevels = 16;
@@ -89,5 +85,3 @@ int64_t WindowSumBlocks(int64_t items);
 WindowSumPlan PlanWindowSum(const WindowSumCall& call);
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_WINDOW_SUM_PLAN_H_

@@ -10,7 +10,6 @@ namespace {
 
 constexpr int64_t kMaxGrid = std::numeric_limits<int32_t>::max();
 constexpr int64_t kDirectAxis = 64;       // axes up to this length are summed directly
-constexpr int64_t kShiftedBytes = 256;    // per row; with more, the words at its ends matter little
 constexpr int kSharedPerBlock = 1 << 10;  // shared memory that the device reserves for each block
 constexpr int kSector = 32;               // bytes
 
@@ -70,14 +69,14 @@ WindowSumPlan PlanWarps(const WindowSumCall& call) {
 }
 
 // Sums along another axis, by units of `bytes`. Sets kCopy if windows do not fit on the chip.
-WindowSumPlan PlanColumns(const WindowSumCall& call, int bytes, bool shifted) {
+WindowSumPlan PlanColumns(const WindowSumCall& call, int bytes) {
   const WindowSumSizes& s = call.sizes;
   const int64_t size = bytes / call.itemsize, m = s.m, window = s.window;
   const int64_t compute = std::max(call.itemsize, 4);
-  const int64_t units = shifted ? CeilDiv(s.inner + size - 1, size) : s.inner / size;
+  const int64_t units = s.inner / size;
   const int rows = ColumnsRows(bytes);
   WindowSumPlan plan;
-  int log_width = bytes == 16 && !shifted ? 3 : 4;
+  int log_width = bytes == 16 ? 3 : 4;
   const auto step = [&] { return int64_t{kWindowSumThreads >> log_width} * rows; };
   const auto shared = [&] { return (window - 1 + step()) * (size << log_width) * compute; };
   // As wide as fits twice on an SM. If only one block fits, it narrows down to a sector of memory.
@@ -87,9 +86,9 @@ WindowSumPlan PlanColumns(const WindowSumCall& call, int bytes, bool shifted) {
     --log_width;
   }
   while (log_width > 0 && int64_t{1} << (log_width - 1) >= units) --log_width;
-  if (shared() > call.shared_per_block || (shifted && log_width == 0)) return plan;
+  if (shared() > call.shared_per_block) return plan;
 
-  plan.kernel = shifted ? WindowSumKernel::kColumnsShifted : WindowSumKernel::kColumns;
+  plan.kernel = WindowSumKernel::kColumns;
   plan.unit = bytes;
   plan.shared = shared();
   WindowSumColumns& tiles = plan.columns;
@@ -100,12 +99,11 @@ WindowSumPlan PlanColumns(const WindowSumCall& call, int bytes, bool shifted) {
   tiles.ring = static_cast<int>(window - 1 + step());
 
   // A segment reads a window before its first sum, but too few blocks leave SMs idle.
-  const int64_t strips = CeilDiv(units, (int64_t{1} << log_width) - (shifted ? 1 : 0));
+  const int64_t strips = CeilDiv(units, int64_t{1} << log_width);
   const int64_t lines = s.outer * strips;
   const int64_t by_shared = call.shared_per_block / (plan.shared + kSharedPerBlock);
-  const int64_t resident =
-      call.processors * std::min<int64_t>(ColumnsBlocks(bytes, call.itemsize, shifted),
-                                          std::max<int64_t>(1, by_shared));
+  const int64_t resident = call.processors * std::min<int64_t>(ColumnsBlocks(bytes, call.itemsize),
+                                                               std::max<int64_t>(1, by_shared));
   int64_t best = 1;
   double least = std::numeric_limits<double>::infinity();
   const int64_t most = std::min<int64_t>(256, CeilDiv(m, step()));
@@ -143,9 +141,7 @@ WindowSumPlan PlanWindowSum(const WindowSumCall& call) {
   if (s.inner == 1) return PlanWarps(call);
   if (call.itemsize == 8) return PlanGeneral(call, aligned);
   const int unit = aligned ? 16 : addresses % 4 == 0 ? 4 : call.itemsize;
-  WindowSumPlan plan;
-  if (unit < 16 && s.inner * call.itemsize >= kShiftedBytes) plan = PlanColumns(call, 16, true);
-  if (plan.kernel == WindowSumKernel::kCopy) plan = PlanColumns(call, unit, false);
+  const WindowSumPlan plan = PlanColumns(call, unit);
   return plan.kernel == WindowSumKernel::kCopy ? PlanGeneral(call, aligned) : plan;
 }
 

@@ -1,6 +1,5 @@
 // The shape of a window sum, shared by the backends.
-#ifndef JAX_FASTOPS_WINDOW_SUM_SHAPE_H_
-#define JAX_FASTOPS_WINDOW_SUM_SHAPE_H_
+#pragma once
 
 #include <cstdint>
 
@@ -29,5 +28,3 @@ inline constexpr int64_t kWindowSumLongWindow = 2049;
 inline constexpr int64_t kWindowSumShortAxis = 256;
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_WINDOW_SUM_SHAPE_H_

@@ -16,8 +16,7 @@
 //
 // Units begin where y is aligned. A window of at most a unit and one element needs only this unit
 // and the next one.
-#ifndef JAX_FASTOPS_WINDOW_SUM_WARPS_CUH_
-#define JAX_FASTOPS_WINDOW_SUM_WARPS_CUH_
+#pragma once
 
 #include <cstdint>
 #include <cstring>
@@ -275,5 +274,3 @@ __global__ void __launch_bounds__(kWindowSumThreads, WarpsBlocks(kKind))
 }
 
 }  // namespace jax_fastops::cuda::window_sum
-
-#endif  // JAX_FASTOPS_WINDOW_SUM_WARPS_CUH_

@@ -30,11 +30,10 @@ int ShiftOf(const void* address) {
 
 // float64 has one kernel of each kind, and none of columns.
 template <typename T>
-auto ColumnsOf(int unit, bool shifted) {
-  if (shifted) return KernelOf<WindowSums, ColumnsKernel<T, 16, true>>();
-  if (unit == 16) return KernelOf<WindowSums, ColumnsKernel<T, 16, false>>();
-  if (unit == 4) return KernelOf<WindowSums, ColumnsKernel<T, 4, false>>();
-  return KernelOf<WindowSums, ColumnsKernel<T, sizeof(T), false>>();
+auto ColumnsOf(int unit) {
+  if (unit == 16) return KernelOf<WindowSums, ColumnsKernel<T, 16>>();
+  if (unit == 4) return KernelOf<WindowSums, ColumnsKernel<T, 4>>();
+  return KernelOf<WindowSums, ColumnsKernel<T, sizeof(T)>>();
 }
 
 template <typename T>
@@ -88,10 +87,8 @@ cudaError_t LaunchPlan(const WindowSumPlan& plan, const Arrays& a, void* workspa
     case WindowSumKernel::kTree:
       return LaunchTree(plan, a, kDTypeOf<T>, workspace, stream);
     case WindowSumKernel::kColumns:
-    case WindowSumKernel::kColumnsShifted:
       if constexpr (sizeof(T) < 8) {
-        const bool shifted = plan.kernel == WindowSumKernel::kColumnsShifted;
-        return Launch(ColumnsOf<T>(plan.unit, shifted), config, stream, a, plan.columns);
+        return Launch(ColumnsOf<T>(plan.unit), config, stream, a, plan.columns);
       }
       return cudaErrorInvalidValue;  // float64 takes the tree
     default:

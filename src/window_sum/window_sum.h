@@ -4,8 +4,7 @@
 // or an infinity reaches only the windows that contain it, and the error of a sum does not depend
 // on its position. Sizes of zero succeed. Pointers need only the alignment of an element; x, y and
 // the workspace must not overlap.
-#ifndef JAX_FASTOPS_WINDOW_SUM_WINDOW_SUM_H_
-#define JAX_FASTOPS_WINDOW_SUM_WINDOW_SUM_H_
+#pragma once
 
 #include "core/backend.h"
 #include "core/dtype.h"
@@ -22,5 +21,3 @@ Status WindowSum(const WindowSumShape& shape, DType dtype, const void* x, void* 
 Status LoadWindowSumKernels();
 
 }  // namespace jax_fastops::FASTOPS_BACKEND
-
-#endif  // JAX_FASTOPS_WINDOW_SUM_WINDOW_SUM_H_

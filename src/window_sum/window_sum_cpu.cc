@@ -3,10 +3,9 @@
 // window_sum_simd.cc has the kernels:
 //
 // - direct, for windows up to 7: adds up the rows of a window where they are;
-// - rows, for up to 32 adjacent lines and windows up to 2049: sums of a tile in the L1 cache, in a
-//   number of passes that is logarithmic in the window;
-// - long_rows, for longer windows along the last axis, and columns, for everything else: a constant
-//   number of additions per element, for any window.
+// - rows, along the last axis, and for up to 32 adjacent lines and windows up to 2049: sums of a
+//   tile in the caches, in a number of passes that is logarithmic in the window;
+// - columns, for everything else: a constant number of additions per element, for any window.
 #include "window_sum/window_sum.h"
 
 #include <algorithm>
@@ -23,9 +22,7 @@ namespace {
 FASTOPS_DEFINE_KERNELS(Kernels, window_sum_kernels)
 
 // The kernels for vectors that begin at any address. If the AVX2 kernels are built, these vectors
-// have at most 32 bytes: an unaligned vector of 64 bytes always touches two cache lines. Measured
-// on one core of an EPYC, along rows in float32: windows of 5 take 1.1 ms with 64-byte vectors, and
-// 0.6 ms without.
+// have at most 32 bytes: an unaligned vector of 64 bytes always touches two cache lines.
 const WindowSumKernels& UnalignedKernels() {
 #ifdef FASTOPS_BUILT_avx2
   if (ActiveIsa() == Isa::kAvx512) return avx2::window_sum_kernels;
@@ -95,21 +92,12 @@ void OverLines(const WindowSumShape& shape, int type, int64_t itemsize, const ch
     return;
   }
   // A run reads a window of elements before its first sum. Runs are long enough to make that cheap.
-  if (inner <= kNarrow && window <= kPassesUpTo) {
+  if (inner == 1 || (inner <= kNarrow && window <= kPassesUpTo)) {
     cut.length = EqualRuns(m, std::max(kTile / inner, 2 * window));
     cut.buffer = 2 * ((cut.length + window) * inner + 2 * kWindowSumSlack);
     OverPieces<Scalar>(
         shape, cut, itemsize, x, y, executor,
         [&](const WindowSumLines& lines, Scalar* buffer) { kernels.rows[type](lines, buffer); });
-    return;
-  }
-  if (inner == 1) {
-    cut.length = EqualRuns(m, std::max(16 * kTile, 2 * window));
-    cut.buffer = 2 * (kWindowSumChunk + kWindowSumSlack) + CeilDiv(window, kWindowSumChunk) + 1;
-    OverPieces<Scalar>(shape, cut, itemsize, x, y, executor,
-                       [&](const WindowSumLines& lines, Scalar* buffer) {
-                         kernels.long_rows[type](lines, buffer);
-                       });
     return;
   }
   cut.width = std::min<int64_t>(inner, kStripBytes / static_cast<int64_t>(sizeof(Scalar)));

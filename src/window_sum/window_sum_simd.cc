@@ -5,12 +5,12 @@
 // window takes as many passes over the tile, which stays in the cache, as its length has digits in
 // base 4, and is summed as a tree.
 //
-// LongRows and Columns: for other axes, and for windows that are too long for this, the axis is
-// divided into blocks of one window. A window consists of the end of one block and the beginning of
-// the next. Given the sums from each element to the end of its block, and from the beginning of the
-// next block to each element, each window sum is one addition. Both kinds of sums are computed in
-// chunks. This limits the rounding error and the memory: only the chunks' totals of a block are
-// kept, and the sums within a chunk are computed when they are needed.
+// Columns: for other axes, the axis is divided into blocks of one window. A window consists of the
+// end of one block and the beginning of the next. Given the sums from each element to the end of
+// its block, and from the beginning of the next block to each element, each window sum is one
+// addition. Both kinds of sums are computed in chunks. This limits the rounding error and the
+// memory: only the chunks' totals of a block are kept, and the sums within a chunk are computed
+// when they are needed.
 #include "window_sum/window_sum_simd.h"
 
 #include "core/cpu/simd_math.h"
@@ -122,58 +122,6 @@ struct Sums {
         from = sums;
       }
       k = longer;
-    }
-  }
-
-  static Scalar SumOfChunk(const Scalar* x, int64_t count) {
-    Pair<A> sum = SetPair<A>(0);
-    int64_t i = 0;
-    for (; i + kBlock <= count; i += kBlock) sum = Add(sum, LoadPair<A>(x + i));
-    Scalar rest = 0;
-    for (; i < count; ++i) rest += x[i];
-    return SumOf(sum) + rest;
-  }
-
-  static void LongRows(const WindowSumLines& lines, void* buffer) {
-    constexpr int64_t kChunk = kWindowSumChunk;
-    Scalar* const ends = static_cast<Scalar*>(buffer);
-    Scalar* const begins = ends + kChunk + kWindowSumSlack;
-    Scalar* const later_sums = begins + kChunk + kWindowSumSlack;  // of the chunks after each chunk
-    const int64_t window = lines.window, chunks = (window + kChunk - 1) / kChunk;
-    for (int64_t block = lines.begin; block < lines.end; block += window) {
-      const int64_t first = block - lines.pad;  // index in x
-      later_sums[chunks - 1] = 0;
-      for (int64_t c = chunks - 1; c > 0; --c) {
-        const int64_t at = first + c * kChunk, count = Min(kChunk, window - c * kChunk);
-        Scalar sum = 0;
-        if (at < lines.n && at + count > 0) {
-          Widen(lines, at, count, ends);
-          sum = SumOfChunk(ends, count);
-        }
-        later_sums[c - 1] = later_sums[c] + sum;
-      }
-      Scalar before = 0;  // the sum of the next block's chunks so far
-      const int64_t sums = Min(window, lines.end - block);
-      for (int64_t c = 0; c * kChunk < sums; ++c) {
-        const int64_t at = c * kChunk, count = Min(kChunk, window - at);
-        Widen(lines, first + at, count, ends);
-        Widen(lines, first + window + at, count, begins);
-        Scalar end = 0, begin = 0;
-        for (int64_t i = 0; i < count; ++i) {  // two independent chains of additions
-          end += ends[count - 1 - i];
-          ends[count - 1 - i] = later_sums[c] + end;
-          const Scalar next = begins[i];
-          begins[i] = before + begin;
-          begin += next;
-        }
-        before += begin;
-        char* y = lines.y + (block + at) * E::kBytes;
-        OverBlocks<kBlock>(
-            0, Min(count, sums - at), [&](auto extent, int64_t i, int64_t n) FASTOPS_LAMBDA {
-              const Pair<A> sum = Add(LoadPair<A>(ends + i), LoadPair<A>(begins + i));
-              StoreElements<E, false>(extent, y + i * E::kBytes, E::Narrow(sum), n);
-            });
-      }
     }
   }
 
@@ -294,8 +242,8 @@ struct Sums {
 
 }  // namespace
 
-extern const WindowSumKernels window_sum_kernels = {
-    FASTOPS_EACH_DTYPE(Sums, Rows), FASTOPS_EACH_DTYPE(Sums, LongRows),
-    FASTOPS_EACH_DTYPE(Sums, Direct), FASTOPS_EACH_DTYPE(Sums, Columns)};
+extern const WindowSumKernels window_sum_kernels = {FASTOPS_EACH_DTYPE(Sums, Rows),
+                                                    FASTOPS_EACH_DTYPE(Sums, Direct),
+                                                    FASTOPS_EACH_DTYPE(Sums, Columns)};
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -1,6 +1,5 @@
 // The window sum kernels of one instruction set. isa.h says what this header may contain.
-#ifndef JAX_FASTOPS_WINDOW_SUM_WINDOW_SUM_SIMD_H_
-#define JAX_FASTOPS_WINDOW_SUM_WINDOW_SUM_SIMD_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -14,9 +13,6 @@ inline constexpr int64_t kWindowSumSlack = 64;
 
 // The rows of x that a column kernel sums up separately.
 inline constexpr int64_t kWindowSumRows = 16;
-
-// The elements of a long window that are summed up separately.
-inline constexpr int64_t kWindowSumChunk = 256;
 
 // Sums `begin` to `end` along the axis, for `columns` adjacent lines (one line, if the axis is the
 // last one). x and y point to the first element of the first line. `stride` is the distance, in
@@ -39,19 +35,14 @@ struct WindowSumKernels {
   // For all `stride` lines at once, which are adjacent. 2 * ((end - begin + window) * stride + 2 *
   // slack).
   using Rows = void(const WindowSumLines& lines, void* buffer);
-  // For one line. 2 * (chunk + slack) + ceil(window / chunk) + 1.
-  using LongRows = void(const WindowSumLines& lines, void* buffer);
   // For windows of 3, 5 or 7. No buffer.
   using Direct = void(const WindowSumLines& lines);
   // For `columns` lines. (kWindowSumRows + ceil(window / kWindowSumRows) + 2) * (columns + slack).
   using Columns = void(const WindowSumLines& lines, void* buffer);
   Rows* rows[kNumDTypes];
-  LongRows* long_rows[kNumDTypes];
   Direct* direct[kNumDTypes];
   Columns* columns[kNumDTypes];
 };
 FASTOPS_DECLARE_KERNELS(WindowSumKernels, window_sum_kernels)
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_WINDOW_SUM_WINDOW_SUM_SIMD_H_

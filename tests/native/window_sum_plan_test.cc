@@ -84,19 +84,13 @@ void CheckWarps(const WindowSumCall& call, const WindowSumPlan& plan) {
 void CheckColumns(const WindowSumCall& call, const WindowSumPlan& plan) {
   const WindowSumSizes& s = call.sizes;
   const WindowSumColumns& tiles = plan.columns;
-  const bool shifted = plan.kernel == kColumnsShifted;
   const int64_t size = plan.unit / call.itemsize, width = int64_t{1} << tiles.log_width;
   const int64_t rows = (kWindowSumThreads >> tiles.log_width) * ColumnsRows(plan.unit);
   CHECK_CALL(s.inner > 1 && s.window <= kWindowSumLongWindow);
-  CHECK_CALL(plan.unit == 16 || (!shifted && plan.unit == std::max(call.itemsize, 4)) ||
-             (!shifted && plan.unit == call.itemsize));
-  if (!shifted) {
-    CHECK_CALL((call.x_shift | call.y_shift) % plan.unit == 0);
-    CHECK_CALL(s.inner % size == 0);
-  }
-  // Strips cover the row; shifted ones give away their first unit, and y may begin in a unit.
-  const int64_t strips = tiles.strips.divisor, columns = shifted ? width - 1 : width;
-  CHECK_CALL(columns > 0 && strips * columns * size >= s.inner + (shifted ? size - 1 : 0));
+  CHECK_CALL(plan.unit == 16 || plan.unit == 4 || plan.unit == call.itemsize);
+  CHECK_CALL((call.x_shift | call.y_shift | s.inner * call.itemsize) % plan.unit == 0);
+  const int64_t strips = tiles.strips.divisor;  // they cover the row
+  CHECK_CALL(strips * width * size >= s.inner);
   const int64_t segments = tiles.segments.divisor;
   CHECK_CALL(tiles.segment > 0 && segments * tiles.segment >= s.m);
   CHECK_CALL((segments - 1) * tiles.segment < s.m);
@@ -144,7 +138,6 @@ void CheckPlan(const WindowSumCall& call) {
       CheckTree(call, plan);
       break;
     case kColumns:
-    case kColumnsShifted:
       CheckColumns(call, plan);
       break;
     default:

@@ -1,8 +1,7 @@
 // The operations of core/activation.h on vectors of the accumulator type, and the kernels of all
 // activations, for the instruction set for which a *_simd.cc file is compiled. As in simd_math.h,
 // everything is in the anonymous namespace.
-#ifndef JAX_FASTOPS_CORE_CPU_ACTIVATION_MATH_H_
-#define JAX_FASTOPS_CORE_CPU_ACTIVATION_MATH_H_
+#pragma once
 
 #include "core/activation.h"
 #include "core/cpu/simd_math.h"
@@ -190,5 +189,3 @@ constexpr Kernels EachActivation() {
 
 }  // namespace
 }  // namespace jax_fastops::cpu::FASTOPS_ISA
-
-#endif  // JAX_FASTOPS_CORE_CPU_ACTIVATION_MATH_H_

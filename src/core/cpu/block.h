@@ -1,7 +1,6 @@
 // A block of elements, as the kernels of element-wise passes see it. isa.h says what this header
 // may contain.
-#ifndef JAX_FASTOPS_CORE_CPU_BLOCK_H_
-#define JAX_FASTOPS_CORE_CPU_BLOCK_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -28,5 +27,3 @@ inline constexpr int kSplatBytes = 128;
 using BlockKernel = void(int64_t n, const BlockArray* in, const BlockArray* out);
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_CORE_CPU_BLOCK_H_

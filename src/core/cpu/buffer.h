@@ -1,6 +1,5 @@
 // Memory for kernels.
-#ifndef JAX_FASTOPS_CORE_CPU_BUFFER_H_
-#define JAX_FASTOPS_CORE_CPU_BUFFER_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -27,5 +26,3 @@ class Buffer {
 };
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_CORE_CPU_BUFFER_H_

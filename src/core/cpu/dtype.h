@@ -1,7 +1,6 @@
 // The accumulator type of a dtype, for launchers on the CPU. The kernels are tables by DType
 // (FASTOPS_EACH_DTYPE in simd_math.h), so launchers have no other use for types.
-#ifndef JAX_FASTOPS_CORE_CPU_DTYPE_H_
-#define JAX_FASTOPS_CORE_CPU_DTYPE_H_
+#pragma once
 
 #include <cstdint>
 
@@ -19,5 +18,3 @@ auto WithAccumulator(DType dtype, const F& f) {
 }
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_CORE_CPU_DTYPE_H_

@@ -7,7 +7,7 @@
 //
 //   namespace jax_fastops::cpu::FASTOPS_ISA {
 //   namespace { ... the kernels ... }
-//   extern const NormKernels norm_kernels = {...};
+//   const NormKernels norm_kernels = {...};
 //   }
 //
 // The family's header declares the table with FASTOPS_DECLARE_KERNELS(NormKernels, norm_kernels),
@@ -19,8 +19,7 @@
 // instruction set, and the linker would keep an arbitrary copy, so a baseline machine could execute
 // AVX-512 code. So these files include no C++ standard header that contains functions. For the same
 // reason, tables are constants that are initialized without code.
-#ifndef JAX_FASTOPS_CORE_CPU_ISA_H_
-#define JAX_FASTOPS_CORE_CPU_ISA_H_
+#pragma once
 
 namespace jax_fastops::cpu {
 
@@ -75,5 +74,3 @@ const char* IsaName(Isa isa);
     static const auto& kernels = FASTOPS_KERNELS(name); \
     return kernels;                                     \
   }
-
-#endif  // JAX_FASTOPS_CORE_CPU_ISA_H_

@@ -1,6 +1,5 @@
 // How CPU kernels divide work between threads, independent of the thread pool.
-#ifndef JAX_FASTOPS_CORE_CPU_PARALLEL_H_
-#define JAX_FASTOPS_CORE_CPU_PARALLEL_H_
+#pragma once
 
 #include <cstdint>
 
@@ -66,5 +65,3 @@ void ParallelFor(Executor& executor, int64_t total, int64_t multiple, double byt
 }
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_CORE_CPU_PARALLEL_H_

@@ -1,7 +1,6 @@
 // The random bits of dropout (core/philox.h) for the instruction set for which a *_simd.cc file is
 // compiled. As in simd_math.h, everything is in the anonymous namespace.
-#ifndef JAX_FASTOPS_CORE_CPU_PHILOX_MATH_H_
-#define JAX_FASTOPS_CORE_CPU_PHILOX_MATH_H_
+#pragma once
 
 #include "core/cpu/simd.h"
 #include "core/philox.h"
@@ -103,5 +102,3 @@ FASTOPS_INLINE void KeptBits(const PhiloxWords& seed, uint32_t block, int64_t co
 
 }  // namespace
 }  // namespace jax_fastops::cpu::FASTOPS_ISA
-
-#endif  // JAX_FASTOPS_CORE_CPU_PHILOX_MATH_H_

@@ -1,6 +1,5 @@
 // Pointers to arrays that may be absent.
-#ifndef JAX_FASTOPS_CORE_CPU_POINTERS_H_
-#define JAX_FASTOPS_CORE_CPU_POINTERS_H_
+#pragma once
 
 #include <cstdint>
 
@@ -20,5 +19,3 @@ int Count(const Pointers*... p) {
 }
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_CORE_CPU_POINTERS_H_

@@ -35,8 +35,7 @@
 //
 // This header may define things only in the anonymous namespace, and include only C headers: see
 // isa.h.
-#ifndef JAX_FASTOPS_CORE_CPU_SIMD_H_
-#define JAX_FASTOPS_CORE_CPU_SIMD_H_
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -417,5 +416,3 @@ using Doubles = Vectors<DoubleTypes>;
 
 }  // namespace
 }  // namespace jax_fastops::cpu::FASTOPS_ISA
-
-#endif  // JAX_FASTOPS_CORE_CPU_SIMD_H_

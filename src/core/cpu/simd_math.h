@@ -14,8 +14,7 @@
 //   Keep(bits, v)        the raw elements whose bit is set, else +0; higher bits are ignored
 //
 // As in simd.h, everything is in the anonymous namespace.
-#ifndef JAX_FASTOPS_CORE_CPU_SIMD_MATH_H_
-#define JAX_FASTOPS_CORE_CPU_SIMD_MATH_H_
+#pragma once
 
 #include "core/cpu/simd.h"
 
@@ -566,5 +565,3 @@ FASTOPS_INLINE void SumRow(int64_t n, Pair<A> (&totals)[kCount], const F& f) {
 
 }  // namespace
 }  // namespace jax_fastops::cpu::FASTOPS_ISA
-
-#endif  // JAX_FASTOPS_CORE_CPU_SIMD_MATH_H_

@@ -18,8 +18,7 @@
 // a polynomial of q = 1 / (1 + c a), fitted for the smallest relative error over the a that matter.
 //
 // For float64 there is time for the math library.
-#ifndef JAX_FASTOPS_CORE_CUDA_ACTIVATION_CUH_
-#define JAX_FASTOPS_CORE_CUDA_ACTIVATION_CUH_
+#pragma once
 
 #include <type_traits>
 
@@ -241,5 +240,3 @@ __device__ __forceinline__ void ForActivation(Activation activation, const Visit
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_ACTIVATION_CUH_

@@ -3,8 +3,7 @@
 // cp.async (every supported architecture) copies 4, 8 or 16 bytes per thread, and a thread waits
 // for its own groups of copies. Bulk copies (compute capability 9.0 and later) are issued by one
 // thread for many bytes, and complete on a Barrier.
-#ifndef JAX_FASTOPS_CORE_CUDA_ASYNC_COPY_CUH_
-#define JAX_FASTOPS_CORE_CUDA_ASYNC_COPY_CUH_
+#pragma once
 
 #include <cstdint>
 
@@ -140,5 +139,3 @@ struct Barrier {
 };
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_ASYNC_COPY_CUH_

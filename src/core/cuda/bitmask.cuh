@@ -13,8 +13,7 @@
 // the lanes have the 32 words of the mask, but the fields are in the wrong lanes. Within a group of
 // L lanes they form an L x L matrix of B-bit fields. log2(L) shuffles transpose it, and the warp
 // then stores its part of the mask as 128 contiguous bytes. Reading reverses these steps.
-#ifndef JAX_FASTOPS_CORE_CUDA_BITMASK_CUH_
-#define JAX_FASTOPS_CORE_CUDA_BITMASK_CUH_
+#pragma once
 
 #include <cuda_runtime.h>
 
@@ -237,5 +236,3 @@ __device__ __forceinline__ uint32_t LoadMaskFields(const MaskLayout& layout, con
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_BITMASK_CUH_

@@ -1,8 +1,7 @@
 // Where a thread's part of a column is between its reductions and its results (held_columns.cuh):
 // in registers or in shared memory. The functions of Column are those of a row (row_holders.cuh);
 // a word has elements of adjacent columns.
-#ifndef JAX_FASTOPS_CORE_CUDA_COLUMN_HOLDERS_CUH_
-#define JAX_FASTOPS_CORE_CUDA_COLUMN_HOLDERS_CUH_
+#pragma once
 
 #include <cstdint>
 
@@ -373,5 +372,3 @@ struct Column {
 };
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_COLUMN_HOLDERS_CUH_

@@ -4,8 +4,7 @@
 // between the two. All threads of a dependent call AwaitPredecessors before they access memory. The
 // call waits until the preceding kernel is complete and its writes are visible. Every dependent
 // waits in this way, so everything that came earlier is complete too.
-#ifndef JAX_FASTOPS_CORE_CUDA_DEPENDENT_CUH_
-#define JAX_FASTOPS_CORE_CUDA_DEPENDENT_CUH_
+#pragma once
 
 #include <cuda_runtime.h>
 
@@ -27,5 +26,3 @@ __device__ __forceinline__ void AwaitPredecessors() {
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_DEPENDENT_CUH_

@@ -1,6 +1,5 @@
 // From the element type that a call names to the C++ type of its kernels.
-#ifndef JAX_FASTOPS_CORE_CUDA_DISPATCH_CUH_
-#define JAX_FASTOPS_CORE_CUDA_DISPATCH_CUH_
+#pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -44,18 +43,18 @@ auto ForDType(DType dtype, const Visit& visit) {
   }
 }
 
-// For calls that are rare: work.Run<T>(), by one kernel for float64, which takes the most
-// registers, and one for all other types.
+// For calls that are rare: work.Run<T>(), by one kernel for all types. Work::kBlocks blocks fit on
+// an SM: the registers are those of narrower types than float64. If it is 0, float64 has a kernel
+// of its own, because a common one is slower for the others.
 template <typename Work, int kThreads, bool kDouble>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, Work::kBlocks)
     AnyTypeKernel(DType dtype, const __grid_constant__ Work work) {
   if constexpr (kDouble) {
-    work.template Run<double>();
-  } else if (dtype == DType::kF32) {
-    work.template Run<float>();
-  } else if (dtype == DType::kBF16) {
-    work.template Run<__nv_bfloat16>();
-  } else {
+    if (Work::kBlocks == 0 || dtype == DType::kF64) return work.template Run<double>();
+  }
+  if constexpr (!kDouble || Work::kBlocks > 0) {
+    if (dtype == DType::kF32) return work.template Run<float>();
+    if (dtype == DType::kBF16) return work.template Run<__nv_bfloat16>();
     work.template Run<__half>();
   }
 }
@@ -63,12 +62,11 @@ __global__ void __launch_bounds__(kThreads)
 template <typename Family, int kThreads, typename Work>
 cudaError_t LaunchAnyType(DType dtype, const LaunchConfig& config, cudaStream_t stream,
                           const Work& work) {
-  const auto kernel = dtype == DType::kF64
-                          ? KernelOf<Family, AnyTypeKernel<Work, kThreads, true>>()
-                          : KernelOf<Family, AnyTypeKernel<Work, kThreads, false>>();
+  constexpr bool kApart = Work::kBlocks == 0;
+  const auto kernel = kApart && dtype != DType::kF64
+                          ? KernelOf<Family, AnyTypeKernel<Work, kThreads, !kApart>>()
+                          : KernelOf<Family, AnyTypeKernel<Work, kThreads, true>>();
   return Launch(kernel, config, stream, dtype, work);
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_DISPATCH_CUH_

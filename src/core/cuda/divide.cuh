@@ -1,6 +1,5 @@
 // Division by divisors that the host has prepared: the device side of core/fast_divide.h.
-#ifndef JAX_FASTOPS_CORE_CUDA_DIVIDE_CUH_
-#define JAX_FASTOPS_CORE_CUDA_DIVIDE_CUH_
+#pragma once
 
 #include <cstdint>
 
@@ -19,5 +18,3 @@ __device__ __forceinline__ uint64_t Divide(uint64_t n, const FastDivisor64& d) {
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_DIVIDE_CUH_

@@ -46,8 +46,7 @@
 //
 // Kernels for wide inputs need twice the registers for them, so they are separate kernels. Sets
 // that are looked up at run time cost up to 2.0 times the time, those of a functor's lists nothing.
-#ifndef JAX_FASTOPS_CORE_CUDA_ELEMENTS_CUH_
-#define JAX_FASTOPS_CORE_CUDA_ELEMENTS_CUH_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -440,6 +439,7 @@ __global__ void __launch_bounds__(kElementsThreads)
 
 template <typename F>
 struct SingleElements {
+  static constexpr int kBlocks = 0;
   ElementsParams<F> p;
 
   template <typename T>
@@ -579,5 +579,3 @@ cudaError_t Elements(const F& f, const BroadcastShape& given, DType dtype, const
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_ELEMENTS_CUH_

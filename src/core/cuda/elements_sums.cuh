@@ -26,8 +26,7 @@
 //   };
 //
 // A pass makes the gradients whose sums fit together; elements_sums_kernel.cuh has its kernels.
-#ifndef JAX_FASTOPS_CORE_CUDA_ELEMENTS_SUMS_CUH_
-#define JAX_FASTOPS_CORE_CUDA_ELEMENTS_SUMS_CUH_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -311,5 +310,3 @@ cudaError_t BackwardWithSums(const F& f, const BroadcastShape& given, DType dtyp
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_ELEMENTS_SUMS_CUH_

@@ -24,8 +24,7 @@
 //
 // Long because its parts share the registers of one loop. A version in functions, with fewer
 // variants, was 1.3 to 2.8 times slower (docs/dev/log/elementwise.md).
-#ifndef JAX_FASTOPS_CORE_CUDA_ELEMENTS_SUMS_KERNEL_CUH_
-#define JAX_FASTOPS_CORE_CUDA_ELEMENTS_SUMS_KERNEL_CUH_
+#pragma once
 
 #include <cstdint>
 
@@ -425,6 +424,7 @@ __global__ __launch_bounds__(kSumsThreads, (SumsTraits<F, T, kSet>::kBlocks)) vo
 
 template <typename F>
 struct SumsOfAnyClasses {
+  static constexpr int kBlocks = 0;
   SumsParams<F> p;
 
   template <typename T>
@@ -434,5 +434,3 @@ struct SumsOfAnyClasses {
 };
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_ELEMENTS_SUMS_KERNEL_CUH_

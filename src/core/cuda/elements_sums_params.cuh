@@ -1,7 +1,6 @@
 // What is known when a kernel of elements_sums_kernel.cuh is compiled, and what is known when it is
 // launched.
-#ifndef JAX_FASTOPS_CORE_CUDA_ELEMENTS_SUMS_PARAMS_CUH_
-#define JAX_FASTOPS_CORE_CUDA_ELEMENTS_SUMS_PARAMS_CUH_
+#pragma once
 
 #include <cstdint>
 #include <type_traits>
@@ -124,5 +123,3 @@ struct SumsParams {
 };
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_ELEMENTS_SUMS_PARAMS_CUH_

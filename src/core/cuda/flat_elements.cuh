@@ -1,8 +1,7 @@
 // The flat loop of the element-wise ops (elements.cuh), for arrays whose elements are found without
 // the dimensions of the result: full ones, and rows at a constant distance, such as the halves of
 // one array.
-#ifndef JAX_FASTOPS_CORE_CUDA_FLAT_ELEMENTS_CUH_
-#define JAX_FASTOPS_CORE_CUDA_FLAT_ELEMENTS_CUH_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -91,6 +90,7 @@ __global__ void __launch_bounds__(kElementsThreads)
 // Single elements.
 template <typename F>
 struct FlatElements {
+  static constexpr int kBlocks = F::kOut > 1 ? 4 : 5;
   FlatParams<F> p;
 
   template <typename T>
@@ -151,5 +151,3 @@ cudaError_t PitchedElements(const F& f, int64_t rows, int64_t n, int64_t pitch, 
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_FLAT_ELEMENTS_CUH_

@@ -1,6 +1,5 @@
 // The second pass of an element-wise backward: adds up the partial sums of a gradient.
-#ifndef JAX_FASTOPS_CORE_CUDA_GRADIENT_SUMS_H_
-#define JAX_FASTOPS_CORE_CUDA_GRADIENT_SUMS_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -25,5 +24,3 @@ class SumsToFinish {
 };
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_GRADIENT_SUMS_H_

@@ -5,8 +5,7 @@
 // Every thread of a group gets the same result, bit for bit: all threads add the same partial
 // values in an order that does not depend on the thread. No atomics are used, so the results are
 // the same in every run.
-#ifndef JAX_FASTOPS_CORE_CUDA_GROUP_CUH_
-#define JAX_FASTOPS_CORE_CUDA_GROUP_CUH_
+#pragma once
 
 #include <cooperative_groups.h>
 
@@ -110,27 +109,17 @@ __device__ __forceinline__ void Butterfly(Op op, A (&values)[kCount], int width,
   }
 }
 
-// The value with other words of 4 bytes, each of which `other` makes from the former one.
-template <typename V, typename Other>
-__device__ __forceinline__ V EachWord(const V& value, const Other& other) {
+// The value of the lane whose index is this one's, exclusive or `mask`. The size of V is a multiple
+// of 4 bytes. All lanes of the warp call it.
+template <typename V>
+__device__ __forceinline__ V Exchange(const V& value, int mask) {
   uint32_t words[sizeof(V) / 4];
   memcpy(words, &value, sizeof(V));
 #pragma unroll
-  for (uint32_t& word : words) word = other(word);
+  for (uint32_t& word : words) word = __shfl_xor_sync(kFullWarp, word, mask);
   V result;
   memcpy(&result, words, sizeof(V));
   return result;
-}
-
-// FromLane returns the value of lane `lane`, Exchange that of the lane whose index is this one's,
-// exclusive or `mask`. The size of V is a multiple of 4 bytes. All lanes of the warp call them.
-template <typename V>
-__device__ __forceinline__ V FromLane(const V& value, int lane) {
-  return EachWord(value, [lane](uint32_t word) { return __shfl_sync(kFullWarp, word, lane); });
-}
-template <typename V>
-__device__ __forceinline__ V Exchange(const V& value, int mask) {
-  return EachWord(value, [mask](uint32_t word) { return __shfl_xor_sync(kFullWarp, word, mask); });
 }
 
 // Whether all lanes of the warp have the same value, and whether `condition` holds in all of them.
@@ -459,5 +448,3 @@ struct ClusterInbox {
 };
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_GROUP_CUH_

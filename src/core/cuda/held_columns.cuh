@@ -29,8 +29,7 @@
 //     template <typename T, int kColumns, typename Run>
 //     static void With(const Params&, const Run& run);  // calls run(functor)
 //   };
-#ifndef JAX_FASTOPS_CORE_CUDA_HELD_COLUMNS_CUH_
-#define JAX_FASTOPS_CORE_CUDA_HELD_COLUMNS_CUH_
+#pragma once
 
 #include <cooperative_groups.h>
 
@@ -302,5 +301,3 @@ cudaError_t LaunchHeldColumns(const ColumnsPlan& plan, const HeldColumns& column
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_HELD_COLUMNS_CUH_

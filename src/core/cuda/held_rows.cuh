@@ -39,8 +39,7 @@
 //     void Settle();                          // they are those of the whole row
 //   };
 //
-#ifndef JAX_FASTOPS_CORE_CUDA_HELD_ROWS_CUH_
-#define JAX_FASTOPS_CORE_CUDA_HELD_ROWS_CUH_
+#pragma once
 
 #include <cstdint>
 #include <type_traits>
@@ -316,5 +315,3 @@ cudaError_t GetHeldLimits(HeldLimits* limits) {
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_HELD_ROWS_CUH_

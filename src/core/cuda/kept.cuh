@@ -2,8 +2,7 @@
 //
 // A call of Philox takes about 60 instructions for eight elements, so what follows it must take
 // few. Two elements are compared at once, and their results are two bits of a word.
-#ifndef JAX_FASTOPS_CORE_CUDA_KEPT_CUH_
-#define JAX_FASTOPS_CORE_CUDA_KEPT_CUH_
+#pragma once
 
 #include <cstdint>
 
@@ -127,5 +126,3 @@ __device__ __forceinline__ void KeepOnly(const uint32_t (&kept)[kPairs],
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_KEPT_CUH_

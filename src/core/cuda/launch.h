@@ -7,8 +7,7 @@
 //   struct Norm;  // the family, declared in its namespace
 //   auto kernel = KernelOf<Norm, NormKernel<T, 4>>();
 //   return Launch(kernel, {.grid = grid, .block = dim3(256)}, stream, params);
-#ifndef JAX_FASTOPS_CORE_CUDA_LAUNCH_H_
-#define JAX_FASTOPS_CORE_CUDA_LAUNCH_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -179,5 +178,3 @@ cudaError_t ResidentBlocks(const void* kernel, const LaunchConfig& config, int* 
 int LargestCluster(const void* kernel, LaunchConfig config, int most);
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_LAUNCH_H_

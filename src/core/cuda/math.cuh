@@ -1,6 +1,5 @@
 // Functions of the special function unit, and those that exist for float and double.
-#ifndef JAX_FASTOPS_CORE_CUDA_MATH_CUH_
-#define JAX_FASTOPS_CORE_CUDA_MATH_CUH_
+#pragma once
 
 #include <cmath>
 
@@ -42,5 +41,3 @@ __device__ __forceinline__ float Log(float x) { return logf(x); }
 __device__ __forceinline__ double Log(double x) { return log(x); }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_MATH_CUH_

@@ -1,6 +1,5 @@
 // Offsets in a broadcast array from indices of elements.
-#ifndef JAX_FASTOPS_CORE_CUDA_OFFSETS_CUH_
-#define JAX_FASTOPS_CORE_CUDA_OFFSETS_CUH_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -82,5 +81,3 @@ struct Offsets {
 };
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_OFFSETS_CUH_

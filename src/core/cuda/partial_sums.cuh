@@ -17,8 +17,7 @@
 //
 // The kernel is bound by latency, so a thread has several loads under way, and the launch is a
 // dependent of the first kernel.
-#ifndef JAX_FASTOPS_CORE_CUDA_PARTIAL_SUMS_CUH_
-#define JAX_FASTOPS_CORE_CUDA_PARTIAL_SUMS_CUH_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -212,5 +211,3 @@ cudaError_t FinishSums(const Sums& sums, int64_t sets, const SumsShape (&shapes)
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_PARTIAL_SUMS_CUH_

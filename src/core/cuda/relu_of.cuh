@@ -1,6 +1,5 @@
 // ReLU and addition of single elements and of 16-byte vectors, for every op that ends in a ReLU.
-#ifndef JAX_FASTOPS_CORE_CUDA_RELU_OF_CUH_
-#define JAX_FASTOPS_CORE_CUDA_RELU_OF_CUH_
+#pragma once
 
 #include <cstdint>
 
@@ -87,5 +86,3 @@ __device__ __forceinline__ uint32_t ReluInPlace(Unit<T>& x) {
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_RELU_OF_CUH_

@@ -32,8 +32,7 @@
 // One launch does everything: the first warps take the tiles, the next ones the rest. No warp waits
 // for another. Whether there is a mask, and whether it is ragged, is known at run time: the bits
 // take few instructions, and no more registers than the elements before them.
-#ifndef JAX_FASTOPS_CORE_CUDA_RELU_TILES_CUH_
-#define JAX_FASTOPS_CORE_CUDA_RELU_TILES_CUH_
+#pragma once
 
 #include <cstdint>
 
@@ -221,5 +220,3 @@ cudaError_t LaunchRelu(void (*kernel)(Params), int64_t size, int64_t tile, const
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_RELU_TILES_CUH_

@@ -6,8 +6,7 @@
 //   Write(again, last)  last(elements), as Map has left them, then stores them. If the row does not
 //                       keep what Map did (kKeeps), again(elements) is called before
 //   Write(result)       result(elements of the first array, elements of the second), in place
-#ifndef JAX_FASTOPS_CORE_CUDA_ROW_HOLDERS_CUH_
-#define JAX_FASTOPS_CORE_CUDA_ROW_HOLDERS_CUH_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -505,5 +504,3 @@ cudaError_t GetLimits(int threads, int shared, int max_cluster, HeldLimits* limi
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_ROW_HOLDERS_CUH_

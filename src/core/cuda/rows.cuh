@@ -34,8 +34,7 @@
 // ShortRowsKernel is for rows that are short and no whole number of words, so that most of their
 // accesses would be edges. The rows of a block are contiguous: it copies them to shared memory in
 // aligned words, and the results back.
-#ifndef JAX_FASTOPS_CORE_CUDA_ROWS_CUH_
-#define JAX_FASTOPS_CORE_CUDA_ROWS_CUH_
+#pragma once
 
 #include <cstdint>
 
@@ -313,5 +312,3 @@ cudaError_t GetRowsLimits(HeldLimits* limits) {
 }
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_ROWS_CUH_

@@ -7,8 +7,7 @@
 // - `Vec`: elements as words of 32 bits, which stay packed until they are used; of one or several
 //   accesses.
 // - `Shifted`: elements at any address, from aligned words.
-#ifndef JAX_FASTOPS_CORE_CUDA_VEC_CUH_
-#define JAX_FASTOPS_CORE_CUDA_VEC_CUH_
+#pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -566,5 +565,3 @@ struct Shifted {
 };
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_VEC_CUH_

@@ -1,6 +1,5 @@
 // The attribute `activation` of a call.
-#ifndef JAX_FASTOPS_CORE_FFI_ACTIVATION_H_
-#define JAX_FASTOPS_CORE_FFI_ACTIVATION_H_
+#pragma once
 
 #include <string>
 #include <string_view>
@@ -20,5 +19,3 @@ inline Activation ReadActivation(Call& call) {
 }
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_CORE_FFI_ACTIVATION_H_

@@ -12,8 +12,7 @@
 // Memory is unchanged, and so is everything that a Call tells.
 //
 // The first error is kept, and everything read after it is null, 0 or 1. Run() reports it.
-#ifndef JAX_FASTOPS_CORE_FFI_CALL_H_
-#define JAX_FASTOPS_CORE_FFI_CALL_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -186,5 +185,3 @@ class Call {
 };
 
 }  // namespace jax_fastops::inline xla
-
-#endif  // JAX_FASTOPS_CORE_FFI_CALL_H_

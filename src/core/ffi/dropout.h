@@ -1,7 +1,6 @@
 // Reads what calls with dropout have in common (core/philox.h): the seeds of the rows or the key,
 // and the attributes `threshold` and `dropout_scale`. jax_fastops/_random.py passes them.
-#ifndef JAX_FASTOPS_CORE_FFI_DROPOUT_H_
-#define JAX_FASTOPS_CORE_FFI_DROPOUT_H_
+#pragma once
 
 #include "core/ffi/call.h"
 #include "core/philox.h"
@@ -24,5 +23,3 @@ inline RowDropout ReadDropout(Call& call, bool required = false) {
 }
 
 }  // namespace jax_fastops::inline xla
-
-#endif  // JAX_FASTOPS_CORE_FFI_DROPOUT_H_

@@ -1,6 +1,5 @@
 // XLA's CPU thread pool as the Executor that CPU kernels take.
-#ifndef JAX_FASTOPS_CORE_FFI_EXECUTOR_H_
-#define JAX_FASTOPS_CORE_FFI_EXECUTOR_H_
+#pragma once
 
 #include <cstdint>
 
@@ -25,5 +24,3 @@ class XlaExecutor final : public cpu::Executor {
 };
 
 }  // namespace jax_fastops::inline xla
-
-#endif  // JAX_FASTOPS_CORE_FFI_EXECUTOR_H_

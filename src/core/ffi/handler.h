@@ -12,8 +12,7 @@
 //
 // Handlers are compiled once for each version of the FFI. What speaks XLA is therefore in the
 // inline namespace `xla`: the build renames it for the second version, together with XLA's own.
-#ifndef JAX_FASTOPS_CORE_FFI_HANDLER_H_
-#define JAX_FASTOPS_CORE_FFI_HANDLER_H_
+#pragma once
 
 #include "core/backend.h"
 #include "core/ffi/call.h"
@@ -80,5 +79,3 @@ XLA_FFI_Error* WithHugePages(XLA_FFI_CallFrame* frame) {
 #endif
 
 }  // namespace jax_fastops::inline xla
-
-#endif  // JAX_FASTOPS_CORE_FFI_HANDLER_H_

@@ -1,6 +1,5 @@
 // Huge pages for the results of CPU kernels.
-#ifndef JAX_FASTOPS_CORE_FFI_HUGE_PAGES_H_
-#define JAX_FASTOPS_CORE_FFI_HUGE_PAGES_H_
+#pragma once
 
 #include "xla/ffi/api/c_api.h"
 
@@ -18,5 +17,3 @@ namespace jax_fastops::inline xla {
 void AdviseHugePages(const XLA_FFI_CallFrame& frame);
 
 }  // namespace jax_fastops::inline xla
-
-#endif  // JAX_FASTOPS_CORE_FFI_HUGE_PAGES_H_

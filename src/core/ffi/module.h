@@ -1,6 +1,5 @@
 // Shared by both Python modules: the handler table as Python objects, and the build information.
-#ifndef JAX_FASTOPS_CORE_FFI_MODULE_H_
-#define JAX_FASTOPS_CORE_FFI_MODULE_H_
+#pragma once
 
 #include <nanobind/nanobind.h>
 
@@ -79,5 +78,3 @@ inline void Define(nanobind::module_& m, nanobind::dict (*build_info)()) {
 }
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_CORE_FFI_MODULE_H_

@@ -1,8 +1,7 @@
 // What a native module (`_cpu` or `_cuda`) tells Python: its handlers, the limits of its kernels,
 // the sizes of workspaces, and functions of a family. Families register all of these with a line
 // each in their ffi.cc, once for each version of the FFI that their handlers are compiled for.
-#ifndef JAX_FASTOPS_CORE_FFI_REGISTRY_H_
-#define JAX_FASTOPS_CORE_FFI_REGISTRY_H_
+#pragma once
 
 #include <cstdint>
 
@@ -54,7 +53,7 @@ struct Registration : Listed<Registration> {
 };
 
 // A number that Python must know, such as the longest row without a workspace:
-//   static const Limit kLimit("norm_workspace", kNormWorkspace);
+//   static const Limit kLimit("softmax_workspace", kSoftmaxWorkspace);
 struct Limit : Listed<Limit> {
   Limit(const char* name, int64_t value) : name(name), value(value) {}
 
@@ -81,5 +80,3 @@ struct ModulePart : Listed<ModulePart> {
 };
 
 }  // namespace jax_fastops
-
-#endif  // JAX_FASTOPS_CORE_FFI_REGISTRY_H_
