@@ -73,16 +73,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, metavar="OUT", help="the folder to save to (default: nothing is saved)")
     loop.add_options(add, steps=1000, every=200)
     add("--batch", type=loop.positive, default=32, metavar="N", help="(default: 32)")
-    about = "steps with one update, by the mean of their gradients (default: 1)"
+    about = "steps per update, which takes the mean of their gradients (default: 1)"
     add("--accumulate", type=loop.positive, default=1, metavar="N", help=about)
     add("--length", type=loop.positive, default=128, metavar="N", help="tokens (default: 128)")
     add("--rate", type=loop.above_zero, default=3e-5, metavar="R", help="(default: 3e-5)")
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on a CPU)")
     options = parser.parse_args(argv)
     loop.check_options(options, parser)
-    if options.steps < 2 * options.accumulate:
-        least = 2 * options.accumulate
-        options.error(f"--steps is {options.steps}; it must be {least} or more, for two updates")
+    if options.steps < 2 * options.accumulate or options.steps % options.accumulate:
+        options.error(
+            f"--steps is {options.steps}; it must be a multiple of --accumulate, "
+            f"{options.accumulate}, for two updates or more"
+        )
     options.dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     try:
         loop.check_folder(options.folder, "BERT")

@@ -48,6 +48,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 SECONDS = 10.0  # between two lines
+OLDER = {"accumulate": 1}  # the values of what older checkpoints do not have in ``made_with``
 DIGESTS = ("text", "train")  # the options of whose files ``made_with`` has a digest
 
 
@@ -216,7 +217,7 @@ class Checkpoints:
 
     def check(self, made_with: dict) -> None:
         for name, value in self.options.made_with.items():
-            given = made_with.get(name)
+            given = made_with.get(name, OLDER.get(name))
             if value == given:
                 continue
             where = f"the checkpoints in {self.options.checkpoint}"

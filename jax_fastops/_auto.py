@@ -67,8 +67,9 @@ class Feature:
 
 size, work = Feature("bytes"), Feature("work")
 row_bytes, row_count, inner_bytes = map(Feature, ("row_bytes", "row_count", "inner_bytes"))
+group_bytes, channel_count = Feature("group_bytes"), Feature("channel_count")
 head_bytes, groups, radius, keys = map(Feature, ("head_bytes", "groups", "radius", "keys"))
-inner, ends = inner_bytes >= 1, Feature("ends") >= 1
+inner, ends, odd_bias = inner_bytes >= 1, Feature("ends") >= 1, Feature("odd_bias") >= 1
 aligned, mixed, masked, broadcast, whole_bias, norm, rows, across, undivided = (
     Feature(name) >= 1
     for name in "aligned mixed masked broadcast whole_bias norm rows across undivided".split()
@@ -84,14 +85,23 @@ WORDS: dict[str, str] = {
     "groups": "{} groups of dimensions",
     "radius": "the radius {}",
     "keys": "{} keys",
-    "work": "{} times the radius less 1",
+    "group_bytes": "groups of {}",
+    "channel_count": "channels of {} elements",
+    "work": "work of {}",
 }
 FLAGS: dict[str, tuple[str, str]] = {
     "aligned": ("rows of a multiple of 16 bytes", "rows of no multiple of 16 bytes"),
     "mixed": ("x and residual of two dtypes", "x and residual of one dtype"),
     "masked": ("a mask", "no mask"),
     "broadcast": ("a broadcast operand", "no broadcast operand"),
-    "whole_bias": ("a bias and heads of a multiple of 16 bytes", "no such bias"),
+    "whole_bias": (
+        "a bias, and heads of a multiple of 16 bytes",
+        "no bias, or heads of no multiple of 16 bytes",
+    ),
+    "odd_bias": (
+        "a bias, and heads of no multiple of 16 bytes",
+        "no bias, or heads of a multiple of 16 bytes",
+    ),
     "norm": ("normalized queries or keys", "no normalized queries or keys"),
     "rows": ("a last dimension that stays the last", "another last dimension"),
     "across": ("an axis that is not the last", "the last axis"),
@@ -194,10 +204,10 @@ _CUDA = _entries([
      (size >= 2 * MB) & (~inner | (row_bytes < 2 * KB))),
     ("softmax", "float64", (size >= 32 * KB) & (masked | (inner_bytes >= 64)),
      (size >= 32 * KB) & (row_bytes < 32_769)),
-    ("split_heads", "bfloat16", aligned & (size >= 32 * MB),
-     aligned & (size >= MB) & (head_bytes < 512)),
-    ("split_heads", "float16", NEVER, aligned & (size >= MB) & (head_bytes < 512)),
-    ("split_heads", "float32", NEVER, aligned & (size >= 512 * KB) & (head_bytes < 512)),
+    ("split_heads", "bfloat16", ~odd_bias & (size >= 32 * MB),
+     ~odd_bias & (size >= MB) & (head_bytes < 512)),
+    ("split_heads", "float16", NEVER, ~odd_bias & (size >= MB) & (head_bytes < 512)),
+    ("split_heads", "float32", NEVER, ~odd_bias & (size >= 512 * KB) & (head_bytes < 512)),
     ("split_qkv_heads", "bfloat16", NEVER,
      whole_bias & (head_bytes >= 96) & (size >= 512 * KB)),
     ("split_qkv_heads", "float32", NEVER,
@@ -223,8 +233,8 @@ _CUDA = _entries([
 ])
 _CPU = _entries([
     ("add_relu", "all", NEVER, size >= 3_000_000),
-    ("batch_norm", "half", ALWAYS, (row_count >= 34) | (size >= 14_112)),
-    ("batch_norm", "float32 float64", size >= 14_112, (row_count >= 34) | (size >= 14_112)),
+    ("batch_norm", "half", ALWAYS, (channel_count >= 34) | (size >= 14_112)),
+    ("batch_norm", "float32 float64", size >= 14_112, (channel_count >= 34) | (size >= 14_112)),
     ("batch_norm_inference", "all", NEVER, size >= 9984),
     ("bias_gelu", "all", ALWAYS, ALWAYS),
     ("bias_gelu_exact", "all", ALWAYS, ALWAYS),
@@ -238,7 +248,7 @@ _CPU = _entries([
     ("gated_act", "float32 float64", size < MB, size >= 10_000),
     ("gated_act_halves", "half", ALWAYS, ALWAYS),
     ("gated_act_halves", "float32 float64", row_bytes >= 14_800, row_bytes >= 14_800),
-    ("group_norm", "all", row_bytes >= 16 * KB, row_bytes >= 16 * KB),
+    ("group_norm", "all", group_bytes >= 16 * KB, group_bytes >= 16 * KB),
     ("layer_norm", "all", (row_bytes >= 38) & (row_count < 11_076), size >= 4 * KB),
     ("lerp", "half", (size >= 8 * KB) & (size < 512 * KB), size >= 7038),
     ("lerp", "float32", (size >= 64 * KB) & (size < 512 * KB),

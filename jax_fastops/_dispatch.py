@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from jax_fastops import _auto, _native
+from jax_fastops import _auto, _native, _tables
 from jax_fastops._implementation import Chosen
 
 _P = ParamSpec("_P")
@@ -128,21 +128,23 @@ def _measured(tree: _auto.Tree, features: dict[str, int]) -> Choice:
         if bound == 1 and name in _auto.FLAGS:
             way.append(_auto.FLAGS[name][small])
         else:
-            limit = _shown(name, bound)
+            shown, limit = _shown(name, features[name], bound)
             limit = f"below {limit}" if small else f"{limit} or more"
-            way.append(f"{_auto.WORDS[name].format(_shown(name, features[name]))} ({limit})")
+            way.append(f"{_auto.WORDS[name].format(shown)} ({limit})")
         tree = below if small else rest
     speed = "faster" if tree else "no faster"
     return Choice(tree, f"the kernel was measured as {speed}" + ": " * bool(way) + ", ".join(way))
 
 
-def _shown(feature: str, value: int) -> str:
-    is_count = not feature.endswith("bytes") and feature != "work"
+def _shown(feature: str, value: int, bound: int) -> list[str]:
+    """The value and the bound, with all digits where the text would be the same."""
+    is_size = feature.endswith("bytes") or feature == "work"
+    both = [_tables.size(n) if is_size else f"{n:,}" for n in (value, bound)]
     if value >= SYMBOLIC:
-        return "a symbolic number of" if is_count else "symbolic size"
-    if is_count:
-        return f"{value:,}"
-    return f"{value:,} bytes" if value < 10**6 else f"{value / 1e6:.3g} MB"
+        both[0] = "symbolic size" if is_size else "a symbolic number of"
+    elif both[0] == both[1]:
+        both = [f"{n:,} B" if is_size else f"{n:,}" for n in (value, bound)]
+    return both
 
 
 class Refused(Exception):

@@ -164,6 +164,9 @@ class Waiting:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
     def __repr__(self) -> str:
         own = getattr(self, "__name__", "f")
         return f"{self._name}({own}) is a function: call it with the arguments of {own}"

@@ -47,7 +47,9 @@ def text(rows: Sequence[tuple[str, ...]], most: int = 100) -> str:
 
 def _with_places(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """The rows with "cell" in place of the file that IPython makes of a cell."""
-    at = rows[0].index("where") if rows and "where" in rows[0] else 0
+    if not rows or "where" not in rows[0]:
+        return list(rows)
+    at = rows[0].index("where")
     file = re.compile(r"\S*/ipykernel_\d+/\d+\.py")
     return [(*row[:at], file.sub("cell", row[at]), *row[at + 1 :]) for row in rows]
 
@@ -64,7 +66,7 @@ def as_html(rows: Sequence[tuple[str, ...]]) -> str:
 
 def size(n: int) -> str:
     for unit in ("B", "kB", "MB"):
-        if n < 1000:
+        if n < 999.5:  # which has three digits
             return f"{n:.3g} {unit}" if unit != "B" else f"{n} B"
         n = n / 1000  # type: ignore[assignment]
     return f"{n:.3g} GB"

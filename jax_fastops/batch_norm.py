@@ -79,7 +79,7 @@ def _features(x, at: int) -> dict[str, int]:
     count = math.prod(x.shape[:at]) * math.prod(after)
     count = count if isinstance(count, int) else SYMBOLIC
     return dict(
-        row_count=count,
+        channel_count=count,
         inner_bytes=0 if last else size_in_bytes(after, x.dtype),
         undivided=last and 1024 <= count < 4096,
     )

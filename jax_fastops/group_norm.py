@@ -329,7 +329,7 @@ def group_norm(
         *parameters,
         features={
             "inner_bytes": 0 if last else size_in_bytes(after, x.dtype),
-            "row_bytes": size_in_bytes((*x.shape[1:at], channels // num_groups, *after), x.dtype),
+            "group_bytes": size_in_bytes((*x.shape[1:at], channels // num_groups, *after), x.dtype),
         },
         limit=_limit(x, at, num_groups),
         native=functools.partial(_in_view, at, num_groups, options),

@@ -132,7 +132,7 @@ def _apply(name: str, x, bias, num_heads, parts: int) -> Any:
     signature = f"... *s {x.shape[-1]}, {x.shape[-1]} -> {results}"
     size = head_size * x.dtype.itemsize
     whole, biased = size % 16 == 0, bias is not None  # other heads add a bias element by element
-    features = dict(head_bytes=size, whole_bias=biased and whole, aligned=not biased or whole)
+    features = dict(head_bytes=size, whole_bias=biased and whole, odd_bias=biased and not whole)
     return _OPS[parts](
         x, bias, signature=signature, limit=_limit(x, bias), features=features, **options
     )

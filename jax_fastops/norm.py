@@ -339,7 +339,7 @@ def residual_layer_norm(
     Args:
       x: array ``[..., n]`` of float32, bfloat16, float16 or float64.
       residual: array with the shape of ``x``, of the same dtype, or of a wider or narrower one.
-      scale, bias: array ``[n]`` of any supported floating dtype, or ``None``.
+      scale, bias: arrays ``[n]`` of any supported floating dtype, or ``None``.
       input_bias: likewise, the bias of the layer that computed ``x``.
       dropout_key: a key of ``jax.random``, typed or raw. May be ``None`` if the rate is 0.
       dropout_rate: the probability that an element of ``x + input_bias`` is dropped, a static

@@ -105,6 +105,10 @@ def test_fine_tuning(example, bert_folder, texts, tmp_path, capsys):
     # A step back: the last 20 steps have the same losses again.
     losses = (checkpoint / "losses.csv").read_text()
     (checkpoint / "40").rename(tmp_path / "40")
+    file = next((checkpoint / "20" / "made_with").glob("*"))
+    older = file.read_text().replace('"accumulate": 1, ', "")
+    assert "accumulate" not in older
+    file.write_text(older)
     assert main([*given, f"--checkpoint={checkpoint}"]) == 0
     assert "Going on from step 20." in capsys.readouterr().out
     assert (checkpoint / "losses.csv").read_text() == losses
@@ -141,7 +145,7 @@ def test_fine_tuning(example, bert_folder, texts, tmp_path, capsys):
 
 
 def test_accumulation(example, bert_folder, texts):
-    """Parameters change in every second step, also by the gradients of the step before."""
+    """Parameters change in every second step."""
     module = example("finetune_bert")
     given = [str(bert_folder), f"--train={texts}", "--steps=8", "--accumulate=2", "--rate=1e-2"]
     job = module.FineTuning(module.parse(given))
@@ -152,8 +156,9 @@ def test_accumulation(example, bert_folder, texts):
         kernels.append(np.array(state["params"]["classifier"]["kernel"]))
     changed = [bool((a != b).any()) for a, b in itertools.pairwise(kernels)]
     assert changed == [False, False, False, True]  # the rate of the first update is 0
-    with pytest.raises(SystemExit):
-        module.parse([*given, "--accumulate=5"])
+    for count in (3, 8):
+        with pytest.raises(SystemExit):
+            module.parse([*given, f"--accumulate={count}"])
 
 
 @pytest.mark.parametrize(

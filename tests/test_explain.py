@@ -43,17 +43,20 @@ def measured(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "size, forward, grad", [(1023, False, False), (1024, True, False), (2048, True, True)]
+    "size, forward, grad, shown, limit",
+    [
+        (1023, False, False, "4.09 kB", "below 4.1 kB"),
+        (1024, True, False, "4,096 B", "4,096 B or more"),  # else they would look the same
+        (2048, True, True, "8.19 kB", "4.1 kB or more"),
+    ],
 )
-def test_the_size_decides(size, forward, grad, measured):
+def test_the_size_decides(size, forward, grad, shown, limit, measured):
     measured("relu", ["bytes", 4096, False, True], ["bytes", 8192, False, True])
     x = jax.ShapeDtypeStruct((size,), X.dtype)
     call = only(fo.relu, x)
     assert call.kernel is forward
-    words = ("faster", "4,096 bytes or more") if forward else ("no faster", "below 4,096 bytes")
-    assert call.reason == (
-        f"the kernel was measured as {words[0]}: arrays of {4 * size:,} bytes ({words[1]})"
-    )
+    speed = "faster" if forward else "no faster"
+    assert call.reason == f"the kernel was measured as {speed}: arrays of {shown} ({limit})"
     assert only(gradient(fo.relu), x).kernel is grad
 
 
@@ -62,9 +65,7 @@ def test_a_flag_decides(measured):
     mask = of_shape(1024, 64, dtype=bool)
     call = only(lambda x, where: fo.softmax(x, where=where), X, mask)
     assert call.kernel
-    assert call.reason == (
-        "the kernel was measured as faster: a mask, rows of 256 bytes (below 512 bytes)"
-    )
+    assert call.reason == ("the kernel was measured as faster: a mask, rows of 256 B (below 512 B)")
     call = only(fo.softmax, X)
     assert not call.kernel
     assert call.reason == "the kernel was measured as no faster: no mask"
@@ -554,10 +555,20 @@ def test_the_text_without_a_call():
     assert str(fo.autofuse.report(fo.relu)) == f"autofuse.report(relu) {text}"
 
 
+def test_a_method():
+    class Model:
+        @fo.explain
+        def apply(self, x):
+            return fo.relu(x)
+
+    assert [call.op for call in Model().apply(X).calls] == ["relu"]
+
+
 def test_a_cell_of_a_notebook_has_no_path():
     rows = [("op", "where"), ("relu", "/tmp/ipykernel_5/12.py:3")]
     assert _tables.text(rows).split() == ["op", "where", "relu", "cell:3"]
     assert '<td style="text-align:left">cell:3</td>' in _tables.as_html(rows)
+    assert "/ipykernel_5/12.py:3" in _tables.text([("op",), rows[1][1:]])
 
 
 def test_the_text_is_a_table(native):

@@ -5,6 +5,7 @@ import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness.numerics import assert_close_in_norm
@@ -122,6 +123,53 @@ def test_variants_and_gradients(native, variant):
         params, wanted = (tree | {"layers": stack(tree["layers"])} for tree in (params, wanted))
     found = losses(params, dataclasses.replace(config, **changes), decoder.FASTOPS)
     assert_close(without_zeros(found), without_zeros((loss, wanted)))
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance", [("float32", 1e-5), ("bfloat16", 4e-3), ("float16", 6e-4)]
+)
+def test_softcap(dtype, tolerance):
+    """Attention with a softcap, segments and grouped heads is the formula, and so are gradients."""
+    rng = np.random.default_rng(0)
+    shapes = (1, 64, 4, 16), (1, 64, 2, 16), (1, 64, 2, 16)
+    q, k, v = (jnp.asarray(3 * rng.standard_normal(shape), dtype) for shape in shapes)
+    ids = jnp.asarray(np.repeat([1, 2, 3], [20, 30, 14])[None])
+
+    def formula(q, k, v):
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        scores = 5 * jnp.tanh(jnp.einsum("bqnd,bknd->bnqk", q, k) * 0.25 / 5)
+        allowed = jnp.tri(64, dtype=bool) & (ids[:, None, :, None] == ids[:, None, None])
+        p = jnp.exp(scores) * allowed
+        return jnp.einsum("bnqk,bknd->bqnd", p / p.sum(-1, keepdims=True), v)
+
+    def found(q, k, v):
+        return decoder.PLAIN.attention(q, k, v, segment_ids=ids, softcap=5.0, is_causal=True)
+
+    def with_gradients(fn, *args):
+        y, vjp = jax.vjp(fn, *args)
+        return y, vjp(v_bar.astype(y.dtype))
+
+    v_bar = jnp.asarray(rng.standard_normal(shapes[0]), dtype)
+    wide = (x.astype("float32") for x in (q, k, v))
+    wanted = with_gradients(formula, *wide)
+    assert_close_in_norm(with_gradients(found, q, k, v), wanted, tolerance, dtypes=False)
+
+
+def test_sampling_with_a_softcap(native):
+    """Tokens are drawn by the logits that the softcap has changed."""
+    config = dataclasses.replace(
+        decoder.SMALL, layers=1, dtype="float32", init_range=0.5, logits_softcap=1.0
+    )
+    params, key = decoder.init(jax.random.key(0), config), jax.random.key(1)
+    tokens = np.arange(64, dtype=np.int32).reshape(16, 4)
+    found, _ = decoder.generate(params, tokens, config, length=1, key=key, temperature=1)
+
+    def drawn(config):
+        logits = decoder.logits(params, decoder.apply(params, tokens, config)[:, -1], config)
+        return jax.random.categorical(jax.random.fold_in(key, 0), logits)
+
+    np.testing.assert_array_equal(found[:, 0], drawn(config))
+    assert (drawn(config) != drawn(dataclasses.replace(config, logits_softcap=None))).any()
 
 
 def without_zeros(gradients):

@@ -86,8 +86,9 @@ class Config:
       positions: the number of learned positions, as in GPT-2. They replace the rotary embedding;
         norms are layer norms, and the feed-forward is not gated and has biases. ``None``: none.
       attention_scale: the factor of the scores of attention. ``None``: ``head_dim**-0.5``.
-      attention_softcap: scores become ``cap * tanh(scores / cap)``, as in Gemma 2. This attention
-        is plain JAX, with ``attention="softmax"``. ``None``: they do not.
+      attention_softcap: scores become ``cap * tanh(scores / cap)``, as in Gemma 2. It needs
+        ``attention="softmax"``, and the attention is then plain JAX, with all scores in memory.
+        ``None``: they do not.
       logits_softcap: the same for the logits of the vocabulary.
 
     Example:
@@ -189,7 +190,8 @@ class Config:
 class Ops(NamedTuple):
     """The functions in which two implementations of the model differ.
 
-    Each has the arguments and the results of the function of this name in ``jax_fastops``.
+    Each has the arguments and the results of the function of this name in ``jax_fastops``. With
+    ``attention_softcap``, plain JAX computes the attention, and ``attention`` is not called.
 
     Example:
       >>> mixed = decoder.FASTOPS._replace(attention=decoder.PLAIN.attention)

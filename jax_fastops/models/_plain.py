@@ -10,7 +10,13 @@ import jax.numpy as jnp
 
 import jax_fastops as fo
 from jax_fastops.bias_act import ACTIVATIONS
-from jax_fastops.models._products import accumulator_dtype, biased, of_rank, same_segment
+from jax_fastops.models._products import (
+    accumulator_dtype,
+    biased,
+    of_rank,
+    same_segment,
+    wide_product,
+)
 from jax_fastops.models._sharding import explicit_spec
 
 
@@ -119,7 +125,9 @@ def attention(
     mask = mask if segment_ids is None else same_segment(segment_ids)
     kv_heads, size = key.shape[2:]
     grouped = query.reshape(*query.shape[:2], kv_heads, query.shape[2] // kv_heads, size)
-    scores = jnp.einsum("bqngd,bknd->bngqk", grouped, key)
+    # Wide scores, or the softcap would round them twice more.
+    product = jnp.einsum if softcap is None else wide_product
+    scores = product("bqngd,bknd->bngqk", grouped, key)
     where = None if mask is None else mask[:, :, None]
     if is_causal:
         at, other = (jnp.arange(n, dtype=jnp.int32) for n in scores.shape[3:])
@@ -138,6 +146,7 @@ def attention(
         dropout_key=dropout_key,
         dropout_rate=dropout_rate,
     )
+    p = p.astype(value.dtype)
     return jnp.einsum("bngqk,bknd->bqngd", p, value).reshape(query.shape)
 
 
