@@ -1,7 +1,6 @@
 // Attention by cuDNN: a graph of two products with a softmax between them, which cuDNN compiles to
 // one kernel forward and a few backward. No array of scores is written to memory.
-#ifndef JAX_FASTOPS_ATTENTION_ATTENTION_H_
-#define JAX_FASTOPS_ATTENTION_ATTENTION_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -99,5 +98,3 @@ cudaError_t ZeroRows(const AttentionProblem& problem, const AttentionBuffers& bu
 cudaError_t LoadAttentionKernels();
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_ATTENTION_ATTENTION_H_

@@ -1,7 +1,6 @@
 // What the kernels of group norm share: the shared memory of a block, the sums that blocks
 // exchange, and launches.
-#ifndef JAX_FASTOPS_GROUP_NORM_BLOCK_CUH_
-#define JAX_FASTOPS_GROUP_NORM_BLOCK_CUH_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -232,5 +231,3 @@ cudaError_t Run(const Call& call, const Limits& limits, int arrays, bool backwar
 
 }  // namespace group_norm
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_GROUP_NORM_BLOCK_CUH_

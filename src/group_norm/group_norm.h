@@ -7,8 +7,7 @@
 // rounded once; s is rounded to the type of x first. Statistics and gradients of parameters have
 // the accumulator's type, parameters either type. Pointers need only the alignment of an element;
 // outputs must not overlap inputs. Samples must have elements.
-#ifndef JAX_FASTOPS_GROUP_NORM_GROUP_NORM_H_
-#define JAX_FASTOPS_GROUP_NORM_GROUP_NORM_H_
+#pragma once
 
 #include <cstdint>
 
@@ -65,5 +64,3 @@ Status GroupNormBackward(const GroupNormBackwardCall& call, Queue queue);
 Status LoadGroupNormKernels();
 
 }  // namespace jax_fastops::FASTOPS_BACKEND
-
-#endif  // JAX_FASTOPS_GROUP_NORM_GROUP_NORM_H_

@@ -1,7 +1,6 @@
 // The inner loops of group_norm_cpu.cc for one instruction set. isa.h says what this header may
 // contain.
-#ifndef JAX_FASTOPS_GROUP_NORM_GROUP_NORM_SIMD_H_
-#define JAX_FASTOPS_GROUP_NORM_GROUP_NORM_SIMD_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -49,5 +48,3 @@ struct GroupNormKernels {
 FASTOPS_DECLARE_KERNELS(GroupNormKernels, group_norm_kernels)
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_GROUP_NORM_GROUP_NORM_SIMD_H_

@@ -10,8 +10,7 @@
 // sums. If the elements of all parts fit into the shared memory of a cluster, memory is read once
 // (`kept`). If not, one launch writes the sums of each part, and a second one adds them up and
 // reads the elements again.
-#ifndef JAX_FASTOPS_GROUP_NORM_PLAN_H_
-#define JAX_FASTOPS_GROUP_NORM_PLAN_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -119,5 +118,3 @@ constexpr SharedLayout LayoutOf(const Plan& plan, const Shape& shape) {
 Plan MakePlan(const Shape& shape, int alignment, int64_t max_parts, const Limits& limits);
 
 }  // namespace jax_fastops::group_norm
-
-#endif  // JAX_FASTOPS_GROUP_NORM_PLAN_H_

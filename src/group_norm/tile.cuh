@@ -1,7 +1,6 @@
 // The elements of a thread of group norm (group_norm/plan.h), the parameters of their channels, and
 // what is computed from an element.
-#ifndef JAX_FASTOPS_GROUP_NORM_TILE_CUH_
-#define JAX_FASTOPS_GROUP_NORM_TILE_CUH_
+#pragma once
 
 #include <cstdint>
 #include <type_traits>
@@ -268,5 +267,3 @@ __device__ __forceinline__ void ForFormula(const GroupNormCall& call, const Visi
 }
 
 }  // namespace jax_fastops::cuda::group_norm
-
-#endif  // JAX_FASTOPS_GROUP_NORM_TILE_CUH_

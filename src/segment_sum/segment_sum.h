@@ -5,8 +5,7 @@
 //
 // CUDA takes ids in ascending order: row i of the sum is row order[i] of x. The CPU takes ids in
 // any order, and no `order`. Pointers need only the alignment of an element.
-#ifndef JAX_FASTOPS_SEGMENT_SUM_SEGMENT_SUM_H_
-#define JAX_FASTOPS_SEGMENT_SUM_SEGMENT_SUM_H_
+#pragma once
 
 #include <cstdint>
 
@@ -58,5 +57,3 @@ Status SegmentSum(const SegmentSumCall& call, Queue queue);
 Status LoadSegmentSumKernels();
 
 }  // namespace jax_fastops::FASTOPS_BACKEND
-
-#endif  // JAX_FASTOPS_SEGMENT_SUM_SEGMENT_SUM_H_

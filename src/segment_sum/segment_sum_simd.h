@@ -1,7 +1,6 @@
 // The inner loops of segment_sum_cpu.cc for one instruction set. isa.h says what this header may
 // contain.
-#ifndef JAX_FASTOPS_SEGMENT_SUM_SEGMENT_SUM_SIMD_H_
-#define JAX_FASTOPS_SEGMENT_SUM_SEGMENT_SUM_SIMD_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -30,5 +29,3 @@ struct SegmentSumKernels {
 FASTOPS_DECLARE_KERNELS(SegmentSumKernels, segment_sum_kernels)
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_SEGMENT_SUM_SEGMENT_SUM_SIMD_H_

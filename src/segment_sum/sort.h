@@ -1,7 +1,6 @@
 // A stable sort of the ids of rows, for the sums by segment on CUDA: a radix sort of only the bits
 // that the number of segments has.
-#ifndef JAX_FASTOPS_SEGMENT_SUM_SORT_H_
-#define JAX_FASTOPS_SEGMENT_SUM_SORT_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -27,5 +26,3 @@ cudaError_t SegmentSort(const SegmentSortCall& call, cudaStream_t stream);
 cudaError_t LoadSegmentSortKernels();
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_SEGMENT_SUM_SORT_H_

@@ -1,6 +1,5 @@
 // Attention of short sequences, read from one projection.
-#ifndef JAX_FASTOPS_SHORT_ATTENTION_SHORT_ATTENTION_H_
-#define JAX_FASTOPS_SHORT_ATTENTION_SHORT_ATTENTION_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -34,5 +33,3 @@ cudaError_t ShortAttention(const ShortAttentionCall& call, cudaStream_t stream);
 cudaError_t LoadShortAttentionKernels();
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_SHORT_ATTENTION_SHORT_ATTENTION_H_

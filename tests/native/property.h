@@ -8,8 +8,7 @@
 //       CHECK(plan.blocks > 0, "rows %lld", (long long)shape.rows);
 //     }
 //   }
-#ifndef JAX_FASTOPS_TESTS_NATIVE_PROPERTY_H_
-#define JAX_FASTOPS_TESTS_NATIVE_PROPERTY_H_
+#pragma once
 
 #include <cmath>
 #include <cstdint>
@@ -54,5 +53,3 @@ class Random {
  private:
   std::mt19937_64 engine_;
 };
-
-#endif  // JAX_FASTOPS_TESTS_NATIVE_PROPERTY_H_

@@ -2,8 +2,7 @@
 // in shared memory, and C [16, 8] in the float registers of a warp. A lane has the rows lane / 4
 // (first two registers) and lane / 4 + 8 of C, and the columns lane % 4 * 2 and the next one. All
 // lanes of the warp call these functions. Rows in shared memory begin at multiples of 16 bytes.
-#ifndef JAX_FASTOPS_CORE_CUDA_MATRIX_CUH_
-#define JAX_FASTOPS_CORE_CUDA_MATRIX_CUH_
+#pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -72,5 +71,3 @@ __device__ __forceinline__ void Multiply(MatrixC& c, const MatrixA& a, const uin
 #undef FASTOPS_MULTIPLY
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_CORE_CUDA_MATRIX_CUH_

@@ -1,7 +1,6 @@
 // NAME, on raw pointers. Say here what arrays look like. Empty arrays succeed. Pointers need only
 // the alignment of an element.
-#ifndef JAX_FASTOPS_UPPER_UPPER_H_
-#define JAX_FASTOPS_UPPER_UPPER_H_
+#pragma once
 
 #include <cstdint>
 
@@ -17,5 +16,3 @@ Status Name(DType dtype, const void* x, void* y, int64_t n, Queue queue);
 Status LoadNameKernels();
 
 }  // namespace jax_fastops::FASTOPS_BACKEND
-
-#endif  // JAX_FASTOPS_UPPER_UPPER_H_

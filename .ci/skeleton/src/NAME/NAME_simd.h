@@ -1,6 +1,5 @@
 // The NAME kernels of one instruction set. isa.h says what this header may contain.
-#ifndef JAX_FASTOPS_UPPER_UPPER_SIMD_H_
-#define JAX_FASTOPS_UPPER_UPPER_SIMD_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -17,5 +16,3 @@ struct NameKernels {
 FASTOPS_DECLARE_KERNELS(NameKernels, NAME_kernels)
 
 }  // namespace jax_fastops::cpu
-
-#endif  // JAX_FASTOPS_UPPER_UPPER_SIMD_H_
