@@ -35,7 +35,11 @@ INLINE = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # jax < 0.12
 
 def varying_axes(x) -> frozenset:
     """The manual mesh axes over which ``x`` varies inside ``jax.shard_map``."""
-    aval = jax.typeof(x)
+    return varying_axes_of(jax.typeof(x))
+
+
+def varying_axes_of(aval) -> frozenset:
+    """The manual mesh axes over which a value of such a type varies inside ``jax.shard_map``."""
     if hasattr(aval, "vma"):
         return frozenset(aval.vma)
     return frozenset(aval.manual_axis_type.varying)  # jax >= 0.11

@@ -579,3 +579,21 @@ def test_bodies_in_shard_map(name, outside):
     np.testing.assert_allclose(jax.jit(f)(x), body(x), atol=1e-6)
     gradient = jax.jit(jax.grad(lambda x: f(x).sum()))(x)
     np.testing.assert_allclose(gradient, jax.grad(lambda x: body(x).sum())(x), atol=1e-5)
+
+
+@pytest.mark.jax
+def test_statistics_that_vary_over_fewer_axes_than_the_scale():
+    """A call's mean would vary over the axis of the scale, and ``out_specs`` would not have it."""
+
+    def body(x, scale):
+        mean = x.mean(0)
+        variance = jnp.square(x - mean).mean(0)
+        y = (x - mean) * jax.lax.rsqrt(variance + 1e-5) * scale[0]
+        return jax.lax.psum(y, "a"), mean, variance
+
+    specs = dict(in_specs=(P(), P("a")), out_specs=(P(), P(), P()))
+    over = jax.shard_map(body, mesh=make_mesh({"a": 2}, AxisType.Auto), **specs)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 64)), jnp.float32)
+    args = x, jnp.ones((2, 64))
+    for mine, plain in zip(jax.jit(fo.autofuse(over))(*args), over(*args), strict=True):
+        np.testing.assert_allclose(mine, plain, atol=1e-5)
