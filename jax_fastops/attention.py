@@ -54,11 +54,9 @@ for _name, _function in {
     "attention_keep": _dropped_tangent,
 }.items():
     register("attention", _name, example(_function, "b t m h, b t m h, b t m h", **_SIZES))
-register(
-    "attention",
-    "qkv_attention",
-    example(lambda qkv: qkv_attention(qkv, num_heads=4), "b t f", **_SIZES, f=(768, 36)),
-)
+for _name, _width in {"qkv_attention": (768, 36), "short_attention": (768, 768)}.items():
+    _call = example(lambda qkv: qkv_attention(qkv, num_heads=4), "b t f", **_SIZES, f=_width)
+    register("attention", _name, _call)
 
 
 def attention(
