@@ -236,7 +236,7 @@ class Search:
             return "the result has another type"
         # All results of a call vary over the axes of all its operands.
         axes = frozenset().union(*(_compat.varying_axes_of(v.aval) for v in values))
-        if any(_compat.varying_axes_of(v.aval) != axes for v in results):
+        if any(_compat.varying_axes_of(v.aval) != axes for v in results if v.aval is not None):
             return "a result varies over other mesh axes than the operands"
         inner = frozenset(results) if inner is None else inner
         return Rewrite(name, results, values, call, inner, fanout)
