@@ -185,12 +185,12 @@ class Search:
 
     def __init__(
         self, rules: Sequence[type[Rule]], dropout: bool | str, thorough: bool,
-        programs: dict[tuple, Any] | None = None,
+        programs: dict[tuple[Any, ...], Any] | None = None,
     ):  # fmt: skip
         self.dropout: bool | str = dropout
         self.thorough: bool = thorough
         self.misses: list[Miss] = []
-        self.programs: dict[tuple, Any] = {} if programs is None else programs
+        self.programs: dict[tuple[Any, ...], Any] = {} if programs is None else programs
         # Each with what it said.
         self._rules: dict[type[Rule], tuple[Rule, dict[Value, Rewrite | None]]] = {
             rule: (rule(self), {}) for rule in rules
