@@ -285,7 +285,13 @@ def _attention_of(bias, qkv, config: Config, ops: Ops, **options: Any):
     own = config.attention == "softmax"
     if own and not is_sharded(qkv, 1):
         # The kernel of short sequences adds the bias. Otherwise XLA does, maybe in the product.
-        short = jax.default_backend() == "gpu" and qkv.shape[1] in _SHORT
+        short = (
+            jax.default_backend() == "gpu"
+            and qkv.shape[1] in _SHORT
+            and config.hidden_size == 64 * config.heads
+            and qkv.dtype.itemsize == 2
+            and options.keys() <= {"mask", "query_seq_lengths", "key_value_seq_lengths"}
+        )
         given = (qkv, bias) if short else (biased(qkv, bias),)
         return ops.qkv_attention(*given, num_heads=config.heads, **options)
     head_size = config.hidden_size // config.heads
