@@ -352,7 +352,7 @@ def test_linear_cross_entropy(tmp_path):
 def test_fusing(tmp_path):
     (row,) = rows_of("fusing", "--models models.decoder --traces 1", tmp_path)
     assert row["autofuse_loss"] == pytest.approx(row["plain_loss"], rel=1e-2)
-    assert row["autofuse_ms"] > 0 and row["plain_trace_s"] > row["plain_forward_trace_s"] > 0
+    assert all(value > 0 for key, value in row.items() if key.endswith(("_ms", "_s")))
 
 
 @SLOW

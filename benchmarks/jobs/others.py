@@ -119,7 +119,7 @@ def rows(names: Sequence[str], options: Any) -> Iterator[dict]:
     while left:
         row, begin = {"program": "", "stage": "starting"}, time.monotonic()
         seconds: dict[str, float] = collections.defaultdict(float)  # that each program took so far
-        timed: dict[str, dict] = {}  # rows that are complete but for tuning
+        timed: dict[str, dict] = {}  # rows in which only the times of tuning are missing
 
         def allowed() -> float:
             own = options.limit - seconds[row["program"]]  # noqa: B023
@@ -158,12 +158,17 @@ def installed(name: str) -> bool:
     return name not in PACKAGES or bool(importlib.util.find_spec(PACKAGES[name][0]))
 
 
-def phase_of(program: Program, fuse: Callable, phase: str) -> tuple[Callable, Any, tuple]:
-    """The function of a phase, the types of its arguments, and which of them it takes over."""
+def tracer(program: Program, fuse: Callable, phase: str) -> Callable[[], Any]:
+    """A function that traces a phase, which JAX has not seen before."""
     if phase == "forward":
-        return program.evaluation(fuse), _like(program.inputs), ()
-    state = jax.eval_shape(program.state)
-    return program.step(fuse), _like((state, *program.batch)), (0,)
+        function, args, donated = program.evaluation(fuse), program.inputs, ()
+    else:
+        state = jax.eval_shape(program.state)
+        function, args, donated = program.step(fuse), (state, *program.batch), (0,)
+    types = _like(args)
+    # JAX knows the traces of a function that it has seen.
+    jitted = jax.jit(lambda *args: function(*args), donate_argnums=donated)
+    return lambda: jitted.trace(*types)
 
 
 def _group(name: str) -> dict:
@@ -246,7 +251,7 @@ class Prepared:
         for turn in range(1 + self.options.traces):
             for name, fuse in contenders.items():
                 for phase in PHASES:
-                    seconds, traced = self._trace(fuse, phase)
+                    seconds, traced = _timed(tracer(self.program, fuse, phase))
                     if turn == 0:
                         programs[name, phase] = traced
                         self.row[f"{name}_{phase}_first_trace_s"] = seconds
@@ -257,13 +262,6 @@ class Prepared:
             lowered = traced.lower()
             self.row[f"{name}_{phase}_lower_s"] = time.perf_counter() - begin
             self.futures.append((name, phase, self.pool.submit(_timed, lowered.compile)))
-
-    def _trace(self, fuse: Callable, phase: str) -> tuple[float, Any]:
-        """A fresh trace of a phase, and its seconds."""
-        function, args, donated = phase_of(self.program, fuse, phase)
-        # JAX knows the traces of a function that it has seen.
-        jitted = jax.jit(lambda *args: function(*args), donate_argnums=donated)
-        return _timed(lambda: jitted.trace(*args))
 
     def wait(self) -> None:
         """Waits for the compilations, and keeps what the compiled programs say of themselves."""

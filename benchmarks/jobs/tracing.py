@@ -15,7 +15,6 @@ those of ``benchmarks/others``. Nothing is compiled, and no array of a program i
 import gc
 import time
 
-import jax
 import jax.numpy as jnp
 
 from benchmarks.cases import fo
@@ -56,10 +55,9 @@ def measure(options, program: str, contender: str) -> dict:
 
 
 def _trace(model, fuse, phase: str) -> float:
-    """The milliseconds of a fresh trace: JAX knows those of a function that it has seen."""
-    function, args, donated = others.phase_of(model, fuse, phase)
-    jitted = jax.jit(lambda *args: function(*args), donate_argnums=donated)
+    """The milliseconds of a fresh trace."""
+    trace = others.tracer(model, fuse, phase)
     gc.collect()
     begin = time.thread_time()
-    jitted.trace(*args)
+    trace()
     return (time.thread_time() - begin) * 1e3

@@ -530,7 +530,7 @@ class Node:
     def plain_meaning(self) -> tuple[Any, ...] | None:
         """The meaning, if the parameters are numbers, and no functions or programs.
 
-        That of a function with its own rule has all that this computes, with shapes and axes.
+        For a function with its own derivative, it includes the whole traced rule, with shapes.
         """
         if self.name == "custom_jvp_call":
             return *self.meaning, derivative_rule(self).whole

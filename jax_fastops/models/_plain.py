@@ -15,6 +15,7 @@ from jax_fastops.models._products import (
     biased,
     of_rank,
     same_segment,
+    softcapped,
     wide_product,
 )
 from jax_fastops.models._sharding import explicit_spec
@@ -203,8 +204,7 @@ def linear_cross_entropy(
     del chunk
     logits = jnp.einsum("...e,ve->...v", x, table.astype(x.dtype), precision=precision)
     logits = logits if bias is None else biased(logits, bias)
-    logits = logits.astype(accumulator_dtype(x.dtype))
-    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    logits = softcapped(logits.astype(accumulator_dtype(x.dtype)), softcap)
     counted = labels >= 0
     counted = counted if where is None else counted & where
     labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels

@@ -561,7 +561,7 @@ void MergeMoments(const double* mean, const double* squares, const double* count
 
 }  // namespace
 
-extern const BatchNormKernels batch_norm_kernels = {
+const BatchNormKernels batch_norm_kernels = {
     FASTOPS_EACH_DTYPE(BatchNorm, MomentsOfColumns),
     FASTOPS_EACH_DTYPE(BatchNorm, MomentsOfRuns),
     FASTOPS_EACH_DTYPE(BatchNorm, SumsOfColumns),

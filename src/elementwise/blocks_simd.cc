@@ -208,7 +208,6 @@ void Write(const double* sums, int64_t n, void* result) {
 
 }  // namespace
 
-extern const BlockHelpers block_helpers;
 const BlockHelpers block_helpers = {{kPermuted<uint16_t>, kPermuted<uint32_t>, kPermuted<uint64_t>},
                                     {Permute<uint16_t>, Permute<uint32_t>, Permute<uint64_t>},
                                     {Expand<uint16_t>, Expand<uint32_t>, Expand<uint64_t>},

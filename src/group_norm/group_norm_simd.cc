@@ -263,7 +263,6 @@ struct Plain : GroupNorm<E, Identity<ActivationMath<typename E::A>>> {};
 
 }  // namespace
 
-extern const GroupNormKernels group_norm_kernels;
 constinit const GroupNormKernels group_norm_kernels = {
     EachActivation<GroupNormActive, Active>(), FASTOPS_EACH_DTYPE(Plain, Forward),
     FASTOPS_EACH_DTYPE(Plain, Backward), FASTOPS_EACH_DTYPE(Strips, Deviations),

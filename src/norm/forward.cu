@@ -88,6 +88,10 @@ __global__ void __launch_bounds__(kNormForwardForms[kForm].block,
 constexpr int kChunkBlocks =
     MinBlocks<float>(kNormChunkThreads, kNormChunkHeld, NormAccess::kShifted);
 
+using ChunkGroup = RowGroup<kNormChunkThreads>;
+template <typename T>
+using NormChunk = Held<T, NormAccess::kShifted, ChunkGroup, kNormChunkHeld>;
+
 // Computes the moments of each chunk, and stores the sum if requested.
 struct ChunkMoments {
   static constexpr int kBlocks = kChunkBlocks;
@@ -95,8 +99,7 @@ struct ChunkMoments {
 
   template <typename T>
   __device__ __forceinline__ void Run() const {
-    using Group = RowGroup<kNormChunkThreads>;
-    using Chunk = Held<T, NormAccess::kShifted, Group, kNormChunkHeld>;
+    using Chunk = NormChunk<T>;
     using A = ComputeType<T>;
     __shared__ typename Chunk::Scratch scratch;
     int phase = 0;
@@ -124,8 +127,7 @@ struct MergeChunks {
 
   template <typename T>
   __device__ __forceinline__ void Run() const {
-    using Group = RowGroup<kNormChunkThreads>;
-    using Chunk = Held<T, NormAccess::kShifted, Group, kNormChunkHeld>;
+    using Chunk = NormChunk<T>;
     using A = ComputeType<T>;
     __shared__ typename Chunk::Scratch scratch;
     int phase = 0;
@@ -145,14 +147,14 @@ struct MergeChunks {
     for (int64_t c = threadIdx.x; c < p.chunks; c += kNormChunkThreads) {
       total[0] += Chunk::Count(p, row, c) * (partials[2 * c] - origin);
     }
-    Group::AllReduce(Sum(), total, scratch, phase);
+    ChunkGroup::AllReduce(Sum(), total, scratch, phase);
     const A mean = origin + total[0] * Inverse<A>(p);
     A squares[1] = {A(0)};
     for (int64_t c = threadIdx.x; c < p.chunks; c += kNormChunkThreads) {
       const A deviation = partials[2 * c] - mean;
       squares[0] += partials[2 * c + 1] + Chunk::Count(p, row, c) * (deviation * deviation);
     }
-    Group::AllReduce(Sum(), squares, scratch, phase);
+    ChunkGroup::AllReduce(Sum(), squares, scratch, phase);
     const A rstd = ReciprocalRoot(squares[0] * Inverse<A>(p) + Eps<A>(p));
     held.Subtract(mean);
     held.Normalize(p, A(0), rstd);

@@ -35,7 +35,6 @@ struct SegmentSum {
 
 }  // namespace
 
-extern const SegmentSumKernels segment_sum_kernels;
 const SegmentSumKernels segment_sum_kernels = {FASTOPS_EACH_DTYPE(SegmentSum, Add),
                                                FASTOPS_EACH_DTYPE(SegmentSum, Round)};
 

@@ -45,8 +45,8 @@ __device__ __forceinline__ void CopyRows(T* to, const T* from, int first, int la
   }
 }
 
-// A lane's elements of the bias of queries and of values, whose type is P. Those of queries are NaN
-// where that of the keys is not finite.
+// Loads a lane's elements of two biases, that of queries and that of values. P is their type. An
+// element of the queries' bias becomes NaN where the keys' bias is not finite.
 template <typename T, typename P>
 __device__ __forceinline__ void LoadBias(const ShortAttentionCall& call, int64_t first,
                                          float (&queries)[kHead / 8][2],

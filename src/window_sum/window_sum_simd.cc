@@ -242,8 +242,8 @@ struct Sums {
 
 }  // namespace
 
-extern const WindowSumKernels window_sum_kernels = {FASTOPS_EACH_DTYPE(Sums, Rows),
-                                                    FASTOPS_EACH_DTYPE(Sums, Direct),
-                                                    FASTOPS_EACH_DTYPE(Sums, Columns)};
+const WindowSumKernels window_sum_kernels = {FASTOPS_EACH_DTYPE(Sums, Rows),
+                                             FASTOPS_EACH_DTYPE(Sums, Direct),
+                                             FASTOPS_EACH_DTYPE(Sums, Columns)};
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -20,7 +20,6 @@ struct Name {
 
 }  // namespace
 
-extern const NameKernels NAME_kernels;
 const NameKernels NAME_kernels = {FASTOPS_EACH_DTYPE(Name, Run)};
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA
