@@ -178,6 +178,7 @@ class FineTuning:
         if options.accumulate > 1:  # otherwise it would hold the gradients for nothing
             several = optax.MultiSteps(self.optimizer, options.accumulate)
             self.optimizer = several.gradient_transformation()
+        self.abstract = loop.abstract(self.init)
 
     def encoded(self, texts: list[tuple[str, str]]) -> list[tuple[np.ndarray, int]]:
         classes = {label: number for number, label in enumerate(self.options.classes)}
@@ -205,14 +206,6 @@ class FineTuning:
     def init(self) -> dict:
         params = jax.tree.map(jnp.array, self.params)  # a copy, which the first step may overwrite
         return {"params": params, "optimizer": self.optimizer.init(params), "step": jnp.int32(0)}
-
-    @functools.cached_property
-    def abstract(self) -> dict:
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device),
-            jax.eval_shape(self.init),
-        )
 
     @functools.cached_property
     def update(self):

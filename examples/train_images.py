@@ -146,6 +146,7 @@ class Images:
             optax.add_decayed_weights(5e-5), optax.sgd(rate, momentum=0.9, nesterov=True)
         )
         self.reader, self.next = None, 0
+        self.abstract = loop.abstract(self.init)
 
     def init(self) -> dict:
         params, statistics = resnet.init(jax.random.key(self.options.seed), self.config)
@@ -154,14 +155,6 @@ class Images:
             "statistics": statistics,
             "optimizer": self.optimizer.init(params),
         }
-
-    @functools.cached_property
-    def abstract(self) -> dict:
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device),
-            jax.eval_shape(self.init),
-        )
 
     @functools.cached_property
     def update(self):
