@@ -185,7 +185,7 @@ class Images:
         rows = grain.MapDataset.source(options.train).seed(options.seed).shuffle().repeat()
         rows = rows.random_map(lambda row, rng: read(row, options.size, rng))
         batches = rows.batch(options.batch, drop_remainder=True)
-        ahead = grain.ReadOptions(num_threads=8, prefetch_buffer_size=8)  # of whole batches
+        ahead = grain.ReadOptions(num_threads=8, prefetch_buffer_size=8)  # batches
         return batches[step : options.steps + 1].to_iter_dataset(ahead)
 
     @functools.cached_property
