@@ -52,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{len(tokens)} rows of {job.length} tokens; {(tokens > 0).mean():.1%} is not padding",
         highlight=False,
     )
+    if job.unknown() > 0.1:
+        console.print(
+            f"{job.unknown():.0%} of the tokens are unknown to the tokenizer: is it the right one?",
+            highlight=False,
+        )
     state, losses = loop.train(job, console)
 
     def save(out: Path) -> None:
@@ -187,6 +192,12 @@ class FineTuning:
             (np.array(e.ids, np.int32), classes[label])
             for e, (label, _) in zip(found, texts, strict=True)
         ]
+
+    def unknown(self) -> float:
+        """The share of tokens that stand for what the tokenizer does not know."""
+        rows, name = self.rows(0), getattr(self.tokenizer.model, "unk_token", None)
+        number = self.tokenizer.token_to_id(name) if name else -1
+        return np.mean(rows.tokens[rows.segment_ids > 0] == number)
 
     def logits(self, params, rows: Rows, key=None) -> jax.Array:
         """``[rows, segments, classes]``."""

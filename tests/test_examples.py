@@ -150,6 +150,9 @@ def test_accumulation(example, bert_folder, texts):
     module = example("finetune_bert")
     given = [str(bert_folder), f"--train={texts}", "--steps=8", "--accumulate=2", "--rate=1e-2"]
     job = module.FineTuning(module.parse(given))
+    assert job.unknown() == 0
+    job.tokenizer.model.unk_token = "good"  # one word of each second text
+    assert 0.05 < job.unknown() < 0.15
     state = job.init()
     kernels = [np.array(state["params"]["classifier"]["kernel"])]
     for step in range(4):
