@@ -40,6 +40,51 @@ FASTOPS_INLINE const Scalar* Values(const void* p) {
   return static_cast<const Scalar*>(p);
 }
 
+// ---- Parts --------------------------------------------------------------------------------------
+
+// result[c] = the sum of value(part, index in the part, c) over all indices of channel c.
+template <typename F>
+FASTOPS_INLINE void OverParts(int64_t parts, int64_t channels, int64_t inner,
+                              double* __restrict result, const F& value) {
+  for (int64_t c = 0; c < channels; ++c) result[c] = 0;
+  for (int64_t part = 0; part < parts; ++part) {
+    if (inner == 1) {
+      for (int64_t c = 0; c < channels; ++c) result[c] += value(part, c, c);
+      continue;
+    }
+    for (int64_t c = 0; c < channels; ++c) {
+      double sum = 0;
+      for (int64_t i = 0; i < inner; ++i) sum += value(part, c * inner + i, c);
+      result[c] += sum;
+    }
+  }
+}
+
+void MergeSums(const double* sums, int64_t parts, int64_t stride, int64_t channels, int64_t inner,
+               double* result) {
+  OverParts(parts, channels, inner, result, [&](int64_t part, int64_t i, int64_t) FASTOPS_LAMBDA {
+    return sums[part * stride + i];
+  });
+}
+
+void MergeMoments(const double* mean, const double* squares, const double* counts, int64_t parts,
+                  int64_t stride, int64_t channels, int64_t inner, double* __restrict mean_result,
+                  double* __restrict squares_result) {
+  double total = 0;
+  for (int64_t part = 0; part < parts; ++part) total += counts[part] * static_cast<double>(inner);
+  OverParts(parts, channels, inner, mean_result,
+            [&](int64_t part, int64_t i, int64_t)
+                FASTOPS_LAMBDA { return counts[part] * mean[part * stride + i]; });
+  for (int64_t c = 0; c < channels; ++c) mean_result[c] /= total;
+  OverParts(parts, channels, inner, squares_result,
+            [&](int64_t part, int64_t i, int64_t c) FASTOPS_LAMBDA {
+              const double d = mean[part * stride + i] - mean_result[c];
+              return squares[part * stride + i] + counts[part] * (d * d);
+            });
+}
+
+// ---- One dtype ----------------------------------------------------------------------------------
+
 template <typename E>
 struct BatchNorm {
   using A = typename E::A;
@@ -514,63 +559,14 @@ struct BatchNorm {
     WithFlags([&]<bool kStream>() { BackwardTo<kStream>(arrays, elements); },
               kStreams && elements.stream);
   }
+
+  static constexpr BatchNormKernels kKernels = {MomentsOfColumns, MomentsOfRuns, SumsOfColumns,
+                                                SumsOfRuns,       Apply,         Backward,
+                                                MergeMoments,     MergeSums,     StreamFence};
 };
-
-// ---- Parts --------------------------------------------------------------------------------------
-
-// result[c] = the sum of value(part, index in the part, c) over all indices of channel c.
-template <typename F>
-FASTOPS_INLINE void OverParts(int64_t parts, int64_t channels, int64_t inner,
-                              double* __restrict result, const F& value) {
-  for (int64_t c = 0; c < channels; ++c) result[c] = 0;
-  for (int64_t part = 0; part < parts; ++part) {
-    if (inner == 1) {
-      for (int64_t c = 0; c < channels; ++c) result[c] += value(part, c, c);
-      continue;
-    }
-    for (int64_t c = 0; c < channels; ++c) {
-      double sum = 0;
-      for (int64_t i = 0; i < inner; ++i) sum += value(part, c * inner + i, c);
-      result[c] += sum;
-    }
-  }
-}
-
-void MergeSums(const double* sums, int64_t parts, int64_t stride, int64_t channels, int64_t inner,
-               double* result) {
-  OverParts(parts, channels, inner, result, [&](int64_t part, int64_t i, int64_t) FASTOPS_LAMBDA {
-    return sums[part * stride + i];
-  });
-}
-
-void MergeMoments(const double* mean, const double* squares, const double* counts, int64_t parts,
-                  int64_t stride, int64_t channels, int64_t inner, double* __restrict mean_result,
-                  double* __restrict squares_result) {
-  double total = 0;
-  for (int64_t part = 0; part < parts; ++part) total += counts[part] * static_cast<double>(inner);
-  OverParts(parts, channels, inner, mean_result,
-            [&](int64_t part, int64_t i, int64_t)
-                FASTOPS_LAMBDA { return counts[part] * mean[part * stride + i]; });
-  for (int64_t c = 0; c < channels; ++c) mean_result[c] /= total;
-  OverParts(parts, channels, inner, squares_result,
-            [&](int64_t part, int64_t i, int64_t c) FASTOPS_LAMBDA {
-              const double d = mean[part * stride + i] - mean_result[c];
-              return squares[part * stride + i] + counts[part] * (d * d);
-            });
-}
 
 }  // namespace
 
-const BatchNormKernels batch_norm_kernels = {
-    FASTOPS_EACH_DTYPE(BatchNorm, MomentsOfColumns),
-    FASTOPS_EACH_DTYPE(BatchNorm, MomentsOfRuns),
-    FASTOPS_EACH_DTYPE(BatchNorm, SumsOfColumns),
-    FASTOPS_EACH_DTYPE(BatchNorm, SumsOfRuns),
-    FASTOPS_EACH_DTYPE(BatchNorm, Apply),
-    FASTOPS_EACH_DTYPE(BatchNorm, Backward),
-    MergeMoments,
-    MergeSums,
-    StreamFence,
-};
+const BatchNormKernels batch_norm_kernels[] = FASTOPS_EACH_DTYPE(BatchNorm, kKernels);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -10,7 +10,7 @@
 namespace jax_fastops::cpu {
 namespace {
 
-FASTOPS_DEFINE_KERNELS(Kernels, dropout_kernels)
+FASTOPS_DEFINE_KERNELS(KernelOf, dropout_kernels)
 
 }  // namespace
 
@@ -21,7 +21,7 @@ void Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int64_t col
   const int64_t bias_size = arrays.wide_bias ? std::max(size, int64_t{4}) : size;
   const int64_t moved = 2 + Count(arrays.residual);
   const double bytes = static_cast<double>(moved * size * std::min(columns, kDropoutPiece));
-  auto* const kernel = Kernels().piece[static_cast<int>(dtype)];
+  const DropoutKernel kernel = KernelOf(dtype);
   ParallelFor(executor, rows * pieces, 1, bytes, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = i / pieces, first = i % pieces * kDropoutPiece;

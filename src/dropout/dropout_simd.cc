@@ -43,6 +43,6 @@ struct Dropout {
 
 }  // namespace
 
-const DropoutKernels dropout_kernels = {FASTOPS_EACH_DTYPE(Dropout, Piece)};
+const DropoutKernel dropout_kernels[] = FASTOPS_EACH_DTYPE(Dropout, Piece);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

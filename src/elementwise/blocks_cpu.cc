@@ -45,7 +45,7 @@ constexpr int64_t kMostDepth = 8, kPartialSums = 128;
 // The number of sums, in doubles, that fit the L2 cache in addition to other data.
 constexpr int64_t kFewSums = 32 << 10;
 
-FASTOPS_DEFINE_KERNELS(Kernels, block_helpers)
+FASTOPS_DEFINE_TABLE(Kernels, block_helpers)
 
 // The minimum size of outputs that use streaming stores. It is lower than kStreamBytes (stream.h)
 // because the operands use the caches too, so less of the result would stay there.

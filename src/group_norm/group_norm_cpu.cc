@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <type_traits>
 
 #include "core/cpu/buffer.h"
 #include "core/cpu/dtype.h"
@@ -17,6 +16,7 @@ namespace jax_fastops::cpu {
 namespace {
 
 FASTOPS_DEFINE_KERNELS(Kernels, group_norm_kernels)
+FASTOPS_DEFINE_TABLE(Active, group_norm_active)
 
 // A row of a set has at least so many channels if these are last, and there are as many.
 constexpr int64_t kSetChannels = 64;
@@ -42,7 +42,7 @@ class Parameters {
     } else if (from.wide) {
       std::memcpy(to, from.data, static_cast<size_t>(n) * sizeof(Scalar));
     } else {
-      Kernels().widen[static_cast<int>(call.dtype)](from.data, n, to);
+      Kernels(call.dtype).widen(from.data, n, to);
     }
   }
 
@@ -127,22 +127,17 @@ void OverSets(const GroupNormCall& call, int arrays, Executor& executor, const B
   });
 }
 
-// The kernel of the call's activation.
-template <typename Call>
-GroupNormActive::Kernel* KernelOf(const Call& call) {
-  const int dtype = static_cast<int>(call.dtype), active = static_cast<int>(call.activation);
-  constexpr bool kForward = std::is_same_v<Call, GroupNormForwardCall>;
-  const GroupNormKernels& kernels = Kernels();
-  const GroupNormActive& all = kernels.active;
-  if (!call.active) return (kForward ? kernels.forward : kernels.backward)[dtype];
-  return (kForward ? all.forward : all.backward)[active][dtype];
+// The kernels of the call's activation.
+const GroupNormPasses& PassesOf(const GroupNormCall& call) {
+  if (!call.active) return Kernels(call.dtype).plain;
+  return Active()[static_cast<int>(call.activation)][static_cast<int>(call.dtype)];
 }
 
 }  // namespace
 
 void GroupNormForward(const GroupNormForwardCall& call, Executor& executor) {
   const int64_t item = ItemSize(call.dtype);
-  auto *kernel = KernelOf(call), *sum = Kernels().deviations[static_cast<int>(call.dtype)];
+  const GroupNormKernel kernel = PassesOf(call).forward, sum = Kernels(call.dtype).deviations;
   WithAccumulator(call.dtype, [&]<typename Scalar>() {
     const Parameters<Scalar> parameters(call);
     OverSets<Scalar>(call, 2, executor, [&](Work<Scalar>& work) {
@@ -173,7 +168,7 @@ void GroupNormForward(const GroupNormForwardCall& call, Executor& executor) {
 
 void GroupNormBackward(const GroupNormBackwardCall& call, Executor& executor) {
   const int64_t item = ItemSize(call.dtype);
-  auto* kernel = KernelOf(call);
+  const GroupNormKernel kernel = PassesOf(call).backward;
   WithAccumulator(call.dtype, [&]<typename Scalar>() {
     const Parameters<Scalar> parameters(call);
     const Scalar* const means = static_cast<const Scalar*>(call.mean);

@@ -26,7 +26,7 @@ namespace jax_fastops::cpu {
 namespace {
 
 FASTOPS_DEFINE_KERNELS(Kernels, heads_kernels)
-FASTOPS_DEFINE_KERNELS(Movers, transpose_kernels)
+FASTOPS_DEFINE_TABLE(Movers, transpose_kernels)
 
 // The maximum size of a box, in rows and in bytes per row. Heads of less than 64 bytes have the
 // smaller one.
@@ -176,13 +176,13 @@ void MergeHeads(const HeadsShape& shape, int64_t itemsize, const void* const* y,
 void SplitHeadsAddBias(const HeadsShape& shape, DType dtype, bool wide_bias, const void* x,
                        const void* bias, void* const* y, Executor& executor) {
   if (shape.size() == 0) return;
-  const int type = static_cast<int>(dtype);
+  const HeadsKernels& kernels = Kernels(dtype);
   const int64_t itemsize = ItemSize(dtype);
   const int64_t bias_size = wide_bias && itemsize == 2 ? 4 : itemsize;
-  auto* add = Kernels().add_bias[type];
+  auto* add = kernels.add_bias;
   const Boxes boxes(shape, itemsize, 1, shape.sequence, false);
   const Steps step(shape, itemsize);
-  const bool direct = shape.head_size >= Kernels().fast[type];
+  const bool direct = shape.head_size >= kernels.fast;
   OverBoxes(boxes, itemsize, executor, [&](const Box& box) {
     const char* from = static_cast<const char*>(x) + boxes.Merged(box, box.row) * itemsize;
     const char* b = static_cast<const char*>(bias) + boxes.Feature(box) * bias_size;
@@ -204,7 +204,7 @@ void SplitHeadsAddBias(const HeadsShape& shape, DType dtype, bool wide_bias, con
 
 void MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void* const* y, void* x,
                         const HeadsSums& layout, void* sums_data, Executor& executor) {
-  const int type = static_cast<int>(dtype);
+  const HeadsKernels& kernels = Kernels(dtype);
   const int64_t itemsize = ItemSize(dtype);
   const int64_t sum_size = dtype == DType::kF64 ? 8 : 4;
   char* sums = static_cast<char*>(sums_data);
@@ -218,8 +218,8 @@ void MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void* const*
   const int64_t run_rows = CeilDiv(group_rows, layout.subgroups);
   const Boxes boxes(shape, itemsize, runs, run_rows, true);
   const Steps step(shape, itemsize);
-  auto* add = Kernels().add_rows[type];
-  const bool direct = shape.head_size >= Kernels().fast[type];
+  auto* add = kernels.add_rows;
+  const bool direct = shape.head_size >= kernels.fast;
   OverBoxes(boxes, itemsize, executor, [&](const Box& box) {
     const int64_t in_group = box.run % layout.subgroups * run_rows;
     const int64_t first = box.run / layout.subgroups * group_rows + std::min(in_group, group_rows);

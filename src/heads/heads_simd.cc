@@ -86,12 +86,12 @@ struct Heads {
     };
     WithFlags(run, y != nullptr);
   }
+
+  static constexpr HeadsKernels kKernels = {AddBias, AddRows, kFast};
 };
 
 }  // namespace
 
-const HeadsKernels heads_kernels = {FASTOPS_EACH_DTYPE(Heads, AddBias),
-                                    FASTOPS_EACH_DTYPE(Heads, AddRows),
-                                    FASTOPS_EACH_DTYPE(Heads, kFast)};
+const HeadsKernels heads_kernels[] = FASTOPS_EACH_DTYPE(Heads, kKernels);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

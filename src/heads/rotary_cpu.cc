@@ -68,7 +68,7 @@ RotaryHead HeadOf(const RotaryShape& shape, const Sizes& sizes, const RotaryArra
 }
 
 void Run(const RotaryShape& shape, DType dtype, int64_t groups, int64_t subgroups,
-         const RotaryArrays& arrays, RotaryKernels::Head* kernel, Executor& executor) {
+         const RotaryArrays& arrays, void (*kernel)(const RotaryHead&), Executor& executor) {
   const Sizes sizes(dtype);
   const int64_t group_rows = shape.rows() / groups, run_rows = CeilDiv(group_rows, subgroups);
   const int64_t head_bytes = shape.head_size * sizes.element, all = shape.heads();
@@ -100,7 +100,7 @@ void Run(const RotaryShape& shape, DType dtype, int64_t groups, int64_t subgroup
 void RotaryHeads(const RotaryShape& shape, DType dtype, const RotaryArrays& arrays,
                  Executor& executor) {
   if (shape.rows() * shape.features() == 0) return;
-  Run(shape, dtype, 1, shape.rows(), arrays, Kernels().forward[static_cast<int>(dtype)], executor);
+  Run(shape, dtype, 1, shape.rows(), arrays, Kernels(dtype).forward, executor);
 }
 
 void RotaryHeadsBackward(const RotaryShape& shape, DType dtype, const HeadsSums& sums,
@@ -115,7 +115,7 @@ void RotaryHeadsBackward(const RotaryShape& shape, DType dtype, const HeadsSums&
   if (rows * shape.features() == 0) return;
   const bool summing = arrays.bias_sums != nullptr || arrays.scale_sums != nullptr;
   Run(shape, dtype, summing ? groups : 1, summing ? sums.subgroups : rows, arrays,
-      Kernels().backward[static_cast<int>(dtype)], executor);
+      Kernels(dtype).backward, executor);
 }
 
 }  // namespace jax_fastops::cpu

@@ -115,11 +115,12 @@ struct Rotary {
       StoreElements<E, false>(extent, head.dx + at * E::kBytes, E::Narrow(dx), count);
     });
   }
+
+  static constexpr RotaryKernels kKernels = {Forward, Backward};
 };
 
 }  // namespace
 
-const RotaryKernels rotary_kernels = {FASTOPS_EACH_DTYPE(Rotary, Forward),
-                                      FASTOPS_EACH_DTYPE(Rotary, Backward)};
+const RotaryKernels rotary_kernels[] = FASTOPS_EACH_DTYPE(Rotary, kKernels);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -29,8 +29,6 @@ constexpr int64_t kDropElements = 4096;
 
 int64_t AccumulatorSize(DType dtype) { return dtype == DType::kF64 ? 8 : 4; }
 
-bool IsLineStart(const void* p) { return reinterpret_cast<uintptr_t>(p) % 64 == 0; }
-
 // The arrays from a row on.
 
 NormForwardArrays FromRow(const NormForwardArrays& arrays, int64_t row, int64_t row_bytes,
@@ -61,7 +59,7 @@ void NormForward(const NormShape& shape, NormKind kind, DType dtype, double eps,
   const int64_t rows = shape.all_rows();
   const int64_t row_bytes = shape.n * ItemSize(dtype);
   const int64_t accumulator = AccumulatorSize(dtype);
-  auto* kernel = Kernels().forward[static_cast<int>(dtype)];
+  auto* kernel = Kernels(dtype).forward;
   const bool drops = arrays.dropout.drops();
   // Without an array for the sum, y holds it before it holds the result.
   const bool stream = ShouldStream(rows * row_bytes) && !(drops && arrays.sum == nullptr);
@@ -94,10 +92,10 @@ void NormBackward(const NormShape& shape, NormKind kind, DType dtype,
   const int64_t rows = shape.all_rows();
   const int64_t row_bytes = shape.n * ItemSize(dtype);
   const int64_t accumulator = AccumulatorSize(dtype);
-  auto* kernel = Kernels().backward[static_cast<int>(dtype)];
+  auto* kernel = Kernels(dtype).backward;
   const bool drops = arrays.dropout.drops();
   const bool stream = ShouldStream(rows * row_bytes) &&
-                      (!drops || (IsLineStart(arrays.dx) && IsLineStart(arrays.dresidual)));
+                      (!drops || (IsWholeLines(arrays.dx) && IsWholeLines(arrays.dresidual)));
   const int64_t moved = 3 + Count(arrays.dsum, arrays.dy2, arrays.dresidual);
   const double bytes_per_row = static_cast<double>(moved * row_bytes + 2 * accumulator);
   const int wanted = Count(arrays.dscale, arrays.dbias, arrays.dinput_bias);

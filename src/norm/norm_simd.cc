@@ -431,11 +431,12 @@ struct Norm {
     WithFlags([&]<bool kLayer, bool kStream>() { BackwardRows<kLayer, kStream>(arrays, rows, n); },
               kind == NormKind::kLayer, kStreams && stream);
   }
+
+  static constexpr NormKernels kKernels = {Forward, Backward};
 };
 
 }  // namespace
 
-const NormKernels norm_kernels = {FASTOPS_EACH_DTYPE(Norm, Forward),
-                                  FASTOPS_EACH_DTYPE(Norm, Backward)};
+const NormKernels norm_kernels[] = FASTOPS_EACH_DTYPE(Norm, kKernels);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

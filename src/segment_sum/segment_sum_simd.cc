@@ -31,11 +31,12 @@ struct SegmentSum {
       StoreElements<E, false>(extent, y + i * E::kBytes, E::Narrow(v), count);
     });
   }
+
+  static constexpr SegmentSumKernels kKernels = {Add, Round};
 };
 
 }  // namespace
 
-const SegmentSumKernels segment_sum_kernels = {FASTOPS_EACH_DTYPE(SegmentSum, Add),
-                                               FASTOPS_EACH_DTYPE(SegmentSum, Round)};
+const SegmentSumKernels segment_sum_kernels[] = FASTOPS_EACH_DTYPE(SegmentSum, kKernels);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -607,24 +607,26 @@ struct Softmax {
         },
         call.log, call.masked);
   }
+
+  static constexpr SoftmaxKernels kKernels = {Rows,
+                                              BackwardRows,
+                                              Stats,
+                                              Finish,
+                                              BackwardSum,
+                                              BackwardFinish,
+                                              TileMax,
+                                              TileSum,
+                                              TileCombine,
+                                              TileFactors,
+                                              TileFinish,
+                                              TileRedo,
+                                              TileBackwardSum,
+                                              TileBackwardFinish,
+                                              kBlock};
 };
 
 }  // namespace
 
-const SoftmaxKernels softmax_kernels = {FASTOPS_EACH_DTYPE(Softmax, Rows),
-                                        FASTOPS_EACH_DTYPE(Softmax, BackwardRows),
-                                        FASTOPS_EACH_DTYPE(Softmax, Stats),
-                                        FASTOPS_EACH_DTYPE(Softmax, Finish),
-                                        FASTOPS_EACH_DTYPE(Softmax, BackwardSum),
-                                        FASTOPS_EACH_DTYPE(Softmax, BackwardFinish),
-                                        FASTOPS_EACH_DTYPE(Softmax, TileMax),
-                                        FASTOPS_EACH_DTYPE(Softmax, TileSum),
-                                        FASTOPS_EACH_DTYPE(Softmax, TileCombine),
-                                        FASTOPS_EACH_DTYPE(Softmax, TileFactors),
-                                        FASTOPS_EACH_DTYPE(Softmax, TileFinish),
-                                        FASTOPS_EACH_DTYPE(Softmax, TileRedo),
-                                        FASTOPS_EACH_DTYPE(Softmax, TileBackwardSum),
-                                        FASTOPS_EACH_DTYPE(Softmax, TileBackwardFinish),
-                                        FASTOPS_EACH_DTYPE(Softmax, kBlock)};
+const SoftmaxKernels softmax_kernels[] = FASTOPS_EACH_DTYPE(Softmax, kKernels);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -26,7 +26,7 @@
 namespace jax_fastops::cpu {
 namespace {
 
-FASTOPS_DEFINE_KERNELS(Kernels, transpose_kernels)
+FASTOPS_DEFINE_TABLE(Kernels, transpose_kernels)
 
 // The dimensions of one side of a block. They are adjacent in the input or in the output, and the
 // block takes all of each except the last, of which it takes a part.

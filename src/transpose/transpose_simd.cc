@@ -199,7 +199,7 @@ FASTOPS_INLINE void Loop(const LoopNest& nest, int rank, const char* in, char* o
 
 // ---- Tiles --------------------------------------------------------------------------------------
 
-// The location of a matrix, as in TransposeKernels::Matrix.
+// The location of a matrix, as in TransposeKernels::matrix.
 struct Place {
   const char* in;
   const int64_t* row;
@@ -343,7 +343,7 @@ struct Transpose {
     }
   }
 
-  // See TransposeKernels::Dense.
+  // See TransposeKernels::dense.
   static void Dense(const LoopNest& nest, const char* in, const int64_t* row, char* out,
                     int64_t rows, int64_t columns, bool stream) {
     // The buffer holds the next bytes of the output, and begins at the start of a cache line.

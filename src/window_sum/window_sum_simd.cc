@@ -238,12 +238,12 @@ struct Sums {
       }
     }
   }
+
+  static constexpr WindowSumKernels kKernels = {Rows, Direct, Columns};
 };
 
 }  // namespace
 
-const WindowSumKernels window_sum_kernels = {FASTOPS_EACH_DTYPE(Sums, Rows),
-                                             FASTOPS_EACH_DTYPE(Sums, Direct),
-                                             FASTOPS_EACH_DTYPE(Sums, Columns)};
+const WindowSumKernels window_sum_kernels[] = FASTOPS_EACH_DTYPE(Sums, kKernels);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -1,5 +1,5 @@
-// The accumulator type of a dtype, for launchers on the CPU. The kernels are tables by DType
-// (FASTOPS_EACH_DTYPE in simd_math.h), so launchers have no other use for types.
+// The accumulator type of a dtype, for launchers on the CPU. Their kernels are found by DType, so
+// they have no other use for types.
 #pragma once
 
 #include <cstdint>

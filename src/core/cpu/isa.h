@@ -7,12 +7,13 @@
 //
 //   namespace jax_fastops::cpu::FASTOPS_ISA {
 //   namespace { ... the kernels ... }
-//   const NormKernels norm_kernels = {...};
+//   const NormKernels norm_kernels[] = FASTOPS_EACH_DTYPE(Norm, kKernels);
 //   }
 //
-// The family's header declares the table with FASTOPS_DECLARE_KERNELS(NormKernels, norm_kernels),
-// and FASTOPS_DEFINE_KERNELS(Kernels, norm_kernels) in the launcher's file defines Kernels(), which
-// returns it.
+// The family's header declares the tables with FASTOPS_DECLARE_KERNELS(NormKernels,
+// norm_kernels[kNumDTypes]), and FASTOPS_DEFINE_KERNELS(Kernels, norm_kernels) in the launcher's
+// file defines Kernels(dtype), which returns that of the dtype. A family whose kernels do not
+// depend on the dtype has a single table, and FASTOPS_DEFINE_TABLE.
 //
 // Only the tables may have external linkage in such files and in the headers that they include. An
 // inline function or template outside of an anonymous namespace would be emitted once per
@@ -20,6 +21,8 @@
 // AVX-512 code. So these files include no C++ standard header that contains functions. For the same
 // reason, tables are constants that are initialized without code.
 #pragma once
+
+#include "core/dtype.h"
 
 namespace jax_fastops::cpu {
 
@@ -69,8 +72,14 @@ const char* IsaName(Isa isa);
     return *tables[static_cast<int>(::jax_fastops::cpu::ActiveIsa())];                       \
   }())
 // Defines a function that returns it.
-#define FASTOPS_DEFINE_KERNELS(function, name)          \
-  const auto& function() {                              \
-    static const auto& kernels = FASTOPS_KERNELS(name); \
-    return kernels;                                     \
+#define FASTOPS_DEFINE_TABLE(function, name)          \
+  const auto& function() {                            \
+    static const auto& table = FASTOPS_KERNELS(name); \
+    return table;                                     \
+  }
+// Defines a function that returns that of a dtype.
+#define FASTOPS_DEFINE_KERNELS(function, name)         \
+  const auto& function(DType dtype) {                  \
+    static const auto& tables = FASTOPS_KERNELS(name); \
+    return tables[static_cast<int>(dtype)];            \
   }
