@@ -11,6 +11,9 @@
 // Element-wise passes process flat blocks of a group, independent of where rows begin, so that the
 // mask bits of a block are whole bytes. A block may contain the end of one run and the beginning of
 // the next. It then has the coefficients of both.
+//
+// The next block is prefetched where several rows are read at a time, or short runs: the hardware
+// does not follow these, and stops at the end of a page.
 #include "batch_norm/batch_norm_simd.h"
 
 #include "core/cpu/block_math.h"
@@ -27,8 +30,6 @@ constexpr int64_t kSample = 8;
 
 // The number of rows that are processed together.
 constexpr int kRows = 4;
-
-FASTOPS_INLINE int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 
 FASTOPS_INLINE const char* Bytes(const void* p, int64_t offset) {
   return static_cast<const char*>(p) + offset;
@@ -102,13 +103,6 @@ struct BatchNorm {
     return Select(FirstOfPair<A>(count), v, SetPair<A>(0));
   }
 
-  // Prefetches the block `ahead` bytes later. The hardware prefetcher does not follow several rows
-  // at a time or short runs, and stops at the end of a page.
-  static FASTOPS_INLINE void FetchBlock(const char* p, int64_t ahead) {
-    FetchAhead(p, ahead);
-    if constexpr (kBlock * E::kBytes > 64) FetchAhead(p, ahead + 64);
-  }
-
   // ---- Moments ----
 
   static FASTOPS_INLINE Vectors OrZero(Vectors v) { return Select(Finite(v), v, SetPair<A>(0)); }
@@ -146,7 +140,7 @@ struct BatchNorm {
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) {
         const char* p = x + r * row_bytes + i * E::kBytes;
-        FetchBlock(p, kCount * row_bytes);
+        FetchBlock<E>(p, kCount * row_bytes);
         const Vectors d = Sub(LoadElements<E>(extent, p, count), k);
         sum = Add(sum, d);
         square = MulAdd(d, d, square);
@@ -293,7 +287,7 @@ struct BatchNorm {
                      auto extent, int64_t i, int64_t count, Vectors* sum, Vectors* square)
                      FASTOPS_LAMBDA {
                        const char* const p = Bytes(x, i * E::kBytes);
-                       if (fetch) FetchBlock(p, ahead);
+                       if (fetch) FetchBlock<E>(p, ahead);
                        const Vectors v = LoadElements<E>(extent, p, count);
                        const Vectors d = Cleared(extent, Sub(v, k), count);
                        *sum = Add(*sum, d);
@@ -343,9 +337,9 @@ struct BatchNorm {
           dresidual(static_cast<char*>(arrays.dresidual)) {}
 
     FASTOPS_INLINE void Fetch(int64_t at, int64_t ahead) const {
-      FetchBlock(x + at * E::kBytes, ahead);
-      FetchBlock(dy + at * E::kBytes, ahead);
-      if (dy2 != nullptr) FetchBlock(dy2 + at * E::kBytes, ahead);
+      FetchBlock<E>(x + at * E::kBytes, ahead);
+      FetchBlock<E>(dy + at * E::kBytes, ahead);
+      if (dy2 != nullptr) FetchBlock<E>(dy2 + at * E::kBytes, ahead);
     }
 
     template <typename Extent, typename Factor>

@@ -18,7 +18,7 @@ void Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int64_t col
              const RowDropout& dropout, Executor& executor) {
   if (rows == 0 || columns == 0) return;
   const int64_t size = ItemSize(dtype), pieces = CeilDiv(columns, kDropoutPiece);
-  const int64_t bias_size = arrays.wide_bias ? std::max(size, int64_t{4}) : size;
+  const int64_t bias_size = arrays.wide_bias ? AccumulatorSize(dtype) : size;
   const int64_t moved = 2 + Count(arrays.residual);
   const double bytes = static_cast<double>(moved * size * std::min(columns, kDropoutPiece));
   const DropoutKernel kernel = KernelOf(dtype);

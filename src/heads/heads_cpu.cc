@@ -178,7 +178,7 @@ void SplitHeadsAddBias(const HeadsShape& shape, DType dtype, bool wide_bias, con
   if (shape.size() == 0) return;
   const HeadsKernels& kernels = Kernels(dtype);
   const int64_t itemsize = ItemSize(dtype);
-  const int64_t bias_size = wide_bias && itemsize == 2 ? 4 : itemsize;
+  const int64_t bias_size = wide_bias ? AccumulatorSize(dtype) : itemsize;
   auto* add = kernels.add_bias;
   const Boxes boxes(shape, itemsize, 1, shape.sequence, false);
   const Steps step(shape, itemsize);
@@ -206,7 +206,7 @@ void MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void* const*
                         const HeadsSums& layout, void* sums_data, Executor& executor) {
   const HeadsKernels& kernels = Kernels(dtype);
   const int64_t itemsize = ItemSize(dtype);
-  const int64_t sum_size = dtype == DType::kF64 ? 8 : 4;
+  const int64_t sum_size = AccumulatorSize(dtype);
   char* sums = static_cast<char*>(sums_data);
   const int64_t runs = layout.groups * layout.subgroups;
   const int64_t sums_bytes = shape.batch * runs * shape.features() * sum_size;

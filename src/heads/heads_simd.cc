@@ -15,7 +15,6 @@ constexpr int64_t kAhead = 8;
 template <typename E>
 struct Heads {
   using A = typename E::A;
-  using Wide = SameElement<A>;
   static constexpr int64_t kBlock = E::kBlock;
   // The minimum number of elements in a row for which these kernels are fast.
   static constexpr int kFast = A::kMaskedMemory && E::kBytes > 2 ? A::kLanes : kBlock;
@@ -34,14 +33,11 @@ struct Heads {
 
   static void AddBias(const char* x, int64_t x_stride, const void* bias, bool wide, char* y,
                       int64_t y_stride, int64_t rows, int64_t n) {
-    const char* from_bias = static_cast<const char*>(bias);
     OverColumns(n, [&]<int kBlocks>(auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
       Pair<A> b[kBlocks];
 #pragma GCC unroll 4
       for (int k = 0; k < kBlocks; ++k) {
-        const int64_t at = i + k * kBlock;
-        b[k] = wide ? LoadElements<Wide>(extent, from_bias + at * Wide::kBytes, count)
-                    : LoadElements<E>(extent, from_bias + at * E::kBytes, count);
+        b[k] = LoadEither<E>(extent, bias, wide, i + k * kBlock, count);
       }
       const char* from = x + i * E::kBytes;
       char* to = y + i * E::kBytes;
@@ -78,9 +74,7 @@ struct Heads {
         }
 #pragma GCC unroll 4
         for (int k = 0; k < kBlocks; ++k) {
-          char* to = static_cast<char*>(sums) + (i + k * kBlock) * Wide::kBytes;
-          if (!first) total[k] = Add(total[k], LoadElements<Wide>(extent, to, count));
-          StoreElements<Wide, false>(extent, to, total[k], count);
+          AddTo(extent, sums, i + k * kBlock, count, total[k], first);
         }
       });
     };

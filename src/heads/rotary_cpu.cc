@@ -21,7 +21,7 @@ constexpr int64_t kHeadsBytes = 2 << 10;
 struct Sizes {
   int64_t element, wide;
 
-  explicit Sizes(DType dtype) : element(ItemSize(dtype)), wide(std::max<int64_t>(4, element)) {}
+  explicit Sizes(DType dtype) : element(ItemSize(dtype)), wide(AccumulatorSize(dtype)) {}
 };
 
 // Head `index` (of all) of token `row`. `run` is the run of rows whose sums it adds to.

@@ -41,15 +41,12 @@ template <typename E>
 struct Norm {
   using A = typename E::A;
   using Scalar = typename A::Scalar;
-  using Wide = SameElement<A>;
   static constexpr int kBlock = E::kBlock;
 
   template <typename Extent>
   static FASTOPS_INLINE Pair<A> Parameter(Extent extent, const NormParameter& parameter, int64_t i,
                                           int64_t count) {
-    const char* p = static_cast<const char*>(parameter.data);
-    if (parameter.wide) return LoadElements<Wide>(extent, p + i * Wide::kBytes, count);
-    return LoadElements<E>(extent, p + i * E::kBytes, count);
+    return LoadEither<E>(extent, parameter.data, parameter.wide, i, count);
   }
 
   // The input s of the norm: x, or a sum with x.
@@ -155,9 +152,9 @@ struct Norm {
   // Rows of one block never leave the registers.
   template <bool kLayer, typename Extent>
   static FASTOPS_INLINE void OneBlockRows(Extent extent, const NormForwardArrays& arrays,
-                                          double eps, int64_t rows, int64_t n) {
+                                          double eps, int64_t begin, int64_t end, int64_t n) {
     const double inverse = 1 / static_cast<double>(n);
-    for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t row = begin; row < end; ++row) {
       const Source source = SourceAt(arrays, row, n);
       Pair<A> v =
           source.is_sum() ? Load<true>(extent, source, 0, n) : Load<false>(extent, source, 0, n);
@@ -189,18 +186,18 @@ struct Norm {
   // horizontal reduction over the lanes of a vector, which takes longer than the rest of a short
   // row. In a group, the reductions of different rows overlap.
   template <bool kLayer, bool kStream>
-  static void ForwardRows(const NormForwardArrays& arrays, double eps, int64_t rows, int64_t n) {
+  static void ForwardRows(const NormForwardArrays& arrays, double eps, int64_t begin, int64_t end,
+                          int64_t n) {
     if (n <= kBlock && n > 0) {
       return OverBlocks<kBlock>(0, n, [&](auto extent, int64_t, int64_t) FASTOPS_LAMBDA {
-        OneBlockRows<kLayer>(extent, arrays, eps, rows, n);
+        OneBlockRows<kLayer>(extent, arrays, eps, begin, end, n);
       });
     }
-    const int64_t fit = kGroupElements / (n > 0 ? n : 1);
-    const int64_t group = fit < 1 ? 1 : fit < kMaxGroup ? fit : kMaxGroup;
+    const int64_t group = Max(1, Min(kMaxGroup, kGroupElements / Max(1, n)));
     const double inverse = 1 / static_cast<double>(n);
     const int64_t ahead = group * n * E::kBytes;
-    for (int64_t row = 0; row < rows; row += group) {
-      const int64_t count = rows - row < group ? rows - row : group;
+    for (int64_t row = begin; row < end; row += group) {
+      const int64_t count = Min(group, end - row);
       Scalar mean[kMaxGroup], correction[kMaxGroup] = {}, rstd[kMaxGroup];
       double squares[kMaxGroup] = {};
       for (int64_t k = 0; k < count; ++k) {
@@ -249,20 +246,6 @@ struct Norm {
     if constexpr (kStream) StreamFence();
   }
 
-  template <typename F>
-  static FASTOPS_INLINE void OverPieces(int64_t n, const F& f) {
-    for (int64_t begin = 0; begin < n; begin += kDropPiece) {
-      f(begin, n - begin > kDropPiece ? begin + kDropPiece : n);
-    }
-  }
-
-  // Which elements of a piece are kept, one bit each.
-  static FASTOPS_INLINE void DrawPiece(const RowDropout& dropout, int64_t row, int64_t begin,
-                                       int64_t end, uint8_t* kept) {
-    KeptBits(dropout.seeds.At(row), static_cast<uint32_t>(begin / kSeedBlock),
-             (end - begin + kSeedBlock - 1) / kSeedBlock, dropout.largest, kept);
-  }
-
   static FASTOPS_INLINE char* At(void* p, int64_t i) {
     return static_cast<char*>(p) + i * static_cast<int64_t>(sizeof(Scalar));
   }
@@ -273,22 +256,16 @@ struct Norm {
     return value;
   }
 
-  static void Forward(const NormForwardArrays& arrays, NormKind kind, double eps, int64_t rows,
-                      int64_t n, bool stream) {
+  static void Forward(const NormForwardArrays& arrays, NormKind kind, double eps, int64_t begin,
+                      int64_t end, int64_t n, bool stream) {
     WithFlags(
-        [&]<bool kLayer, bool kStream>() { ForwardRows<kLayer, kStream>(arrays, eps, rows, n); },
+        [&]<bool kLayer, bool kStream>() {
+          ForwardRows<kLayer, kStream>(arrays, eps, begin, end, n);
+        },
         kind == NormKind::kLayer, kStreams && stream);
   }
 
   // ---- The gradient ----
-
-  template <typename Extent>
-  static FASTOPS_INLINE void AddTo(Extent extent, void* sums, int64_t i, int64_t count, bool first,
-                                   Pair<A> v) {
-    char* p = static_cast<char*>(sums) + i * Wide::kBytes;
-    if (!first) v = Add(LoadElements<Wide>(extent, p, count), v);
-    StoreElements<Wide, false>(extent, p, v, count);
-  }
 
   // The cotangent of y: dy, or the sum of the cotangents from two users of y.
   struct Cotangent {
@@ -398,17 +375,20 @@ struct Norm {
         dinput = Add(dinput, g);
         StoreElements<E, kStream>(extent, dx + at, E::Narrow(g), count);
       }
-      if (arrays.dscale != nullptr) AddTo(extent, arrays.dscale, i, count, first, dscale);
-      if (arrays.dbias != nullptr) AddTo(extent, arrays.dbias, i, count, first, dbias);
-      if (arrays.dinput_bias != nullptr) AddTo(extent, arrays.dinput_bias, i, count, first, dinput);
+      if (arrays.dscale != nullptr) AddTo(extent, arrays.dscale, i, count, dscale, first);
+      if (arrays.dbias != nullptr) AddTo(extent, arrays.dbias, i, count, dbias, first);
+      if (arrays.dinput_bias != nullptr) {
+        AddTo(extent, arrays.dinput_bias, i, count, dinput, first);
+      }
     };
     if constexpr (kCount == 1) {
       if (drops) {
-        OverPieces(n, [&](int64_t begin, int64_t end) FASTOPS_LAMBDA {
-          piece = begin;
-          DrawPiece(arrays.dropout, row, begin, end, kept);
-          OverBlocks<kBlock>(begin, end, block);
-        });
+        for (; piece < n; piece += kDropPiece) {
+          const int64_t end = Min(n, piece + kDropPiece);
+          KeptBits(arrays.dropout.seeds.At(row), static_cast<uint32_t>(piece / kSeedBlock),
+                   (end - piece + kSeedBlock - 1) / kSeedBlock, arrays.dropout.largest, kept);
+          OverBlocks<kBlock>(piece, end, block);
+        }
         return;
       }
     }
@@ -416,20 +396,22 @@ struct Norm {
   }
 
   template <bool kLayer, bool kStream>
-  static void BackwardRows(const NormBackwardArrays& arrays, int64_t rows, int64_t n) {
-    const int64_t grouped = !arrays.dropout.drops() ? rows - rows % kRows : 0;
-    int64_t r = 0;
-    for (; r < grouped; r += kRows) Group<kLayer, kStream, kRows>(arrays, r, n, r == 0);
-    for (; r < rows; ++r) Group<kLayer, kStream, 1>(arrays, r, n, r == 0);
+  static void BackwardRows(const NormBackwardArrays& arrays, int64_t begin, int64_t end,
+                           int64_t n) {
+    const int64_t grouped = !arrays.dropout.drops() ? end - (end - begin) % kRows : begin;
+    int64_t r = begin;
+    for (; r < grouped; r += kRows) Group<kLayer, kStream, kRows>(arrays, r, n, r == begin);
+    for (; r < end; ++r) Group<kLayer, kStream, 1>(arrays, r, n, r == begin);
     if constexpr (kStream) StreamFence();
   }
 
-  static void Backward(const NormBackwardArrays& arrays, NormKind kind, int64_t rows, int64_t n,
-                       bool stream) {
+  static void Backward(const NormBackwardArrays& arrays, NormKind kind, int64_t begin, int64_t end,
+                       int64_t n, bool stream) {
     // Unless rows are whole cache lines, the rows of a group have different alignments.
     stream = stream && n * E::kBytes % 64 == 0;
-    WithFlags([&]<bool kLayer, bool kStream>() { BackwardRows<kLayer, kStream>(arrays, rows, n); },
-              kind == NormKind::kLayer, kStreams && stream);
+    WithFlags(
+        [&]<bool kLayer, bool kStream>() { BackwardRows<kLayer, kStream>(arrays, begin, end, n); },
+        kind == NormKind::kLayer, kStreams && stream);
   }
 
   static constexpr NormKernels kKernels = {Forward, Backward};

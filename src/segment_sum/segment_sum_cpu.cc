@@ -35,7 +35,7 @@ Range PartOf(int64_t total, int64_t size, int64_t index) {
 
 void SegmentSum(const SegmentSumCall& call, Executor& executor) {
   const SegmentSumKernels& kernels = Kernels(call.dtype);
-  const int64_t bytes = ItemSize(call.dtype), wide_bytes = call.dtype == DType::kF64 ? 8 : 4;
+  const int64_t bytes = ItemSize(call.dtype), wide_bytes = AccumulatorSize(call.dtype);
   const bool rounds = !call.wide && bytes != wide_bytes;
   const int64_t y_bytes = call.wide ? wide_bytes : bytes;
   const int64_t threads = executor.threads();

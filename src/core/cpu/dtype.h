@@ -10,6 +10,7 @@ namespace jax_fastops::cpu {
 
 // In bytes.
 inline int64_t ItemSize(DType dtype) { return static_cast<int64_t>(DTypeSize(dtype)); }
+inline int64_t AccumulatorSize(DType dtype) { return dtype == DType::kF64 ? 8 : 4; }
 
 // Calls f.operator()<Scalar>() with Scalar = double for float64, else float.
 template <typename F>

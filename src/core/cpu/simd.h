@@ -73,6 +73,9 @@ FASTOPS_INLINE void FetchAhead(const char* p, int64_t bytes) {
   __builtin_prefetch((const void*)((uintptr_t)p + (uintptr_t)bytes), kWrite ? 1 : 0);
 }
 
+FASTOPS_INLINE int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+FASTOPS_INLINE int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
+
 template <typename V>
 FASTOPS_INLINE V LoadVector(const void* p) {
   V v;
