@@ -27,7 +27,9 @@
 #include <cstring>
 #include <memory>
 
+#include "core/cpu/dtype.h"
 #include "core/cpu/stream.h"
+#include "core/integer.h"
 
 namespace jax_fastops::cpu {
 namespace {
@@ -158,13 +160,14 @@ int64_t LengthOf(const Plan& plan, const Slot& s, int64_t count) {
   return length;
 }
 
-void AddSlot(const BroadcastShape& shape, Plan* plan, void* data, int array, Storage storage) {
+void AddSlot(const BroadcastShape& shape, const BlockOperand& operand, Plan* plan) {
   Slot& s = plan->slot[plan->slots++];
-  s.data = static_cast<char*>(data);
-  s.storage = storage;
-  s.bytes = storage == Storage::kBits   ? 0
-            : storage == Storage::kWide ? (plan->dtype == DType::kF64 ? 8 : 4)
-                                        : static_cast<int>(DTypeSize(plan->dtype));
+  const int array = operand.array;
+  s.data = static_cast<char*>(operand.data);
+  s.storage = operand.storage;
+  s.bytes = s.storage == Storage::kBits   ? 0
+            : s.storage == Storage::kWide ? static_cast<int>(AccumulatorSize(plan->dtype))
+                                          : static_cast<int>(ItemSize(plan->dtype));
   s.offsets = nullptr;
   s.byte_rows = false;
   s.permutation = {};
@@ -633,6 +636,7 @@ class Piece {
     char* const from = s.At(offset_[i]);
     BlockArray array;
     array.wide = s.storage == Storage::kWide;
+    if (s.data == nullptr) return array;
     if (s.pattern == Pattern::kDense) {
       array.data = from;
       return array;
@@ -763,8 +767,9 @@ void ChoosePieces(Plan* plan, int64_t elements, int threads) {
 
 }  // namespace
 
-void RunBlocks(const BroadcastShape& shape, DType dtype, const InputArray* in, int inputs,
-               const OutputArray* out, int outputs, BlockKernel* kernel, Executor& executor) {
+void RunBlocks(const BroadcastShape& shape, DType dtype, std::span<const BlockOperand> in,
+               std::span<const BlockOperand> out, BlockKernel* kernel, Executor& executor) {
+  const int inputs = static_cast<int>(in.size()), outputs = static_cast<int>(out.size());
   const int64_t elements = shape.elements();
   if (elements == 0) return;
   Plan plan;
@@ -776,12 +781,10 @@ void RunBlocks(const BroadcastShape& shape, DType dtype, const InputArray* in, i
   plan.kernel = kernel;
   plan.inputs = inputs;
   plan.slots = plan.sums = 0;
-  for (int i = 0; i < inputs; ++i) {
-    AddSlot(shape, &plan, const_cast<void*>(in[i].data), in[i].array, in[i].storage);
-  }
+  for (const BlockOperand& operand : in) AddSlot(shape, operand, &plan);
   for (int i = 0; i < outputs; ++i) {
     const int at = plan.slots;
-    AddSlot(shape, &plan, out[i].data, out[i].array, out[i].storage);
+    AddSlot(shape, out[i], &plan);
     const Slot& s = plan.slot[at];
     plan.stream[i] = s.bytes > 0 && ShouldStream(elements * s.bytes, kLeastStreamed);
     plan.sum_of[i] = -1;
