@@ -165,27 +165,23 @@ struct Parts {
   }
 
   BatchNormStrip Strip(const Task& task) const {
-    const int64_t row = shape.channels * shape.inner;
-    BatchNormStrip strip;
-    strip.stride = cut.repeat * row;
-    strip.first = task.begin * strip.stride + task.channel * shape.inner;
-    strip.width = cut.repeat * task.channels * shape.inner;
-    strip.rows = task.end - task.begin;
-    strip.tail = task.part + 1 == parts ? shape.outer % cut.repeat * row : 0;
-    return strip;
+    const int64_t row = shape.channels * shape.inner, stride = cut.repeat * row;
+    return {.first = task.begin * stride + task.channel * shape.inner,
+            .stride = stride,
+            .width = cut.repeat * task.channels * shape.inner,
+            .rows = task.end - task.begin,
+            .tail = task.part + 1 == parts ? shape.outer % cut.repeat * row : 0};
   }
 
   BatchNormRuns Runs(const Task& task) const {
-    BatchNormRuns runs;
-    runs.first = task.channel * shape.inner;
-    runs.stride = shape.channels * shape.inner;
-    runs.channels = task.channels;
-    runs.inner = shape.inner;
-    runs.segment = cut.segment;
-    runs.segments = cut.segments;
-    runs.begin = task.begin;
-    runs.end = task.end;
-    return runs;
+    return {.first = task.channel * shape.inner,
+            .stride = shape.channels * shape.inner,
+            .channels = task.channels,
+            .inner = shape.inner,
+            .segment = cut.segment,
+            .segments = cut.segments,
+            .begin = task.begin,
+            .end = task.end};
   }
 
   // The size of a kernel's buffer for a strip.

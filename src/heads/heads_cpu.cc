@@ -5,15 +5,9 @@
 // one part. A box has long contiguous runs in both layouts, and stays in the caches. Boxes are
 // independent, and threads take runs of boxes. There are enough boxes for a small batch too,
 // because the features are divided as well.
-//
-// With arithmetic (a bias, or its gradient), heads of at least a register's width are processed
-// directly. Smaller heads would leave most of a register empty. For these, the arithmetic is done
-// in the merged layout, where all features of a row are contiguous, and in the caches: on the way
-// to a buffer that is then split, or on a box that has just been merged.
 #include "heads/heads.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 #include "core/cpu/dtype.h"
@@ -28,11 +22,9 @@ namespace {
 FASTOPS_DEFINE_KERNELS(Kernels, heads_kernels)
 FASTOPS_DEFINE_TABLE(Movers, transpose_kernels)
 
-// The maximum size of a box, in rows and in bytes per row. Heads of less than 64 bytes have the
-// smaller one.
+// The maximum size of a box, in rows and in bytes per row.
 constexpr int64_t kBoxRows = 32;
 constexpr int64_t kBoxRowBytes = 2 << 10;
-constexpr int64_t kSmallBoxRowBytes = 512;
 
 // Part `part`, rows [row, row + rows) of a run of the sequence of one batch, heads [head, head +
 // heads), and elements [from, from + size) of each head.
@@ -53,8 +45,7 @@ struct Boxes {
       : shape(s), runs(runs), run_rows(run_rows) {
     const int64_t head_bytes = s.head_size * itemsize;
     box_size = head_bytes > 2 * kBoxRowBytes ? kBoxRowBytes / itemsize : s.head_size;
-    const int64_t row_bytes = head_bytes < 64 ? kSmallBoxRowBytes : kBoxRowBytes;
-    box_heads = std::min(s.heads, std::max<int64_t>(1, row_bytes / head_bytes));
+    box_heads = std::min(s.heads, std::max<int64_t>(1, kBoxRowBytes / head_bytes));
     box_rows = whole_runs ? run_rows : std::min(run_rows, kBoxRows);
     row_boxes = CeilDiv(run_rows, box_rows);
     head_boxes = CeilDiv(s.heads, box_heads);
@@ -97,19 +88,10 @@ struct Boxes {
 };
 
 // Moves rows x columns pieces of `bytes` bytes. The strides are those from row to row and from
-// column to column, in the two arrays. If the pieces are units of a transposition, the columns of
-// the input and the rows of the output may be contiguous: this is a matrix transposition.
+// column to column, in the two arrays.
 void Move(const char* in, int64_t in_row, int64_t in_column, char* out, int64_t out_row,
           int64_t out_column, int64_t rows, int64_t columns, int64_t bytes) {
   LoopNest nest;
-  if (in_column == bytes && out_row == bytes && bytes <= 16 && (bytes & (bytes - 1)) == 0) {
-    int64_t row_offset[kSmallBoxRowBytes], column_offset[kSmallBoxRowBytes];
-    for (int64_t i = 0; i < rows; ++i) row_offset[i] = i * in_row;
-    for (int64_t i = 0; i < columns; ++i) column_offset[i] = i * out_column;
-    Movers().matrix[std::countr_zero(static_cast<uint64_t>(bytes))](
-        nest, in, row_offset, out, column_offset, rows, columns, false);
-    return;
-  }
   nest.Add(columns, in_column, out_column);
   nest.Add(rows, in_row, out_row);
   Movers().rows(nest, in, out, bytes);
@@ -176,35 +158,24 @@ void MergeHeads(const HeadsShape& shape, int64_t itemsize, const void* const* y,
 void SplitHeadsAddBias(const HeadsShape& shape, DType dtype, bool wide_bias, const void* x,
                        const void* bias, void* const* y, Executor& executor) {
   if (shape.size() == 0) return;
-  const HeadsKernels& kernels = Kernels(dtype);
   const int64_t itemsize = ItemSize(dtype);
   const int64_t bias_size = wide_bias ? AccumulatorSize(dtype) : itemsize;
-  auto* add = kernels.add_bias;
+  auto* const kernel = Kernels(dtype).add_bias;
   const Boxes boxes(shape, itemsize, 1, shape.sequence, false);
   const Steps step(shape, itemsize);
-  const bool direct = shape.head_size >= kernels.fast;
   OverBoxes(boxes, itemsize, executor, [&](const Box& box) {
     const char* from = static_cast<const char*>(x) + boxes.Merged(box, box.row) * itemsize;
     const char* b = static_cast<const char*>(bias) + boxes.Feature(box) * bias_size;
     char* to = static_cast<char*>(y[box.part]) + boxes.Split(box, box.row) * itemsize;
-    if (direct) {
-      for (int64_t h = 0; h < box.heads; ++h) {
-        add(from + h * step.merged_head, step.merged_row, b + h * shape.head_size * bias_size,
-            bias_size > itemsize, to + h * step.split_head, step.split_row, box.rows, box.size);
-      }
-      return;
+    for (int64_t h = 0; h < box.heads; ++h) {
+      kernel(from + h * step.merged_head, step.merged_row, b + h * shape.head_size * bias_size,
+             bias_size > itemsize, to + h * step.split_head, step.split_row, box.rows, box.size);
     }
-    char buffer[kBoxRows * kSmallBoxRowBytes];
-    const int64_t head = step.merged_head, buffer_row = box.heads * head;
-    add(from, step.merged_row, b, bias_size > itemsize, buffer, buffer_row, box.rows,
-        box.heads * shape.head_size);
-    Move(buffer, buffer_row, head, to, step.split_row, step.split_head, box.rows, box.heads, head);
   });
 }
 
 void MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void* const* y, void* x,
                         const HeadsSums& layout, void* sums_data, Executor& executor) {
-  const HeadsKernels& kernels = Kernels(dtype);
   const int64_t itemsize = ItemSize(dtype);
   const int64_t sum_size = AccumulatorSize(dtype);
   char* sums = static_cast<char*>(sums_data);
@@ -218,8 +189,7 @@ void MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void* const*
   const int64_t run_rows = CeilDiv(group_rows, layout.subgroups);
   const Boxes boxes(shape, itemsize, runs, run_rows, true);
   const Steps step(shape, itemsize);
-  auto* add = kernels.add_rows;
-  const bool direct = shape.head_size >= kernels.fast;
+  auto* const kernel = Kernels(dtype).add_rows;
   OverBoxes(boxes, itemsize, executor, [&](const Box& box) {
     const int64_t in_group = box.run % layout.subgroups * run_rows;
     const int64_t first = box.run / layout.subgroups * group_rows + std::min(in_group, group_rows);
@@ -235,15 +205,9 @@ void MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void* const*
       const char* from =
           static_cast<const char*>(y[box.part]) + boxes.Split(box, first + r) * itemsize;
       char* to = static_cast<char*>(x) + boxes.Merged(box, first + r) * itemsize;
-      if (direct) {
-        for (int64_t h = 0; h < box.heads; ++h) {
-          add(from + h * step.split_head, step.split_row, to + h * step.merged_head,
-              step.merged_row, some, box.size, sum + h * shape.head_size * sum_size, r == 0);
-        }
-      } else {
-        Move(from, step.split_head, step.split_row, to, step.merged_head, step.merged_row,
-             box.heads, some, step.merged_head);
-        add(to, step.merged_row, nullptr, 0, some, box_features, sum, r == 0);
+      for (int64_t h = 0; h < box.heads; ++h) {
+        kernel(from + h * step.split_head, step.split_row, to + h * step.merged_head,
+               step.merged_row, some, box.size, sum + h * shape.head_size * sum_size, r == 0);
       }
     }
   });

@@ -16,8 +16,6 @@ template <typename E>
 struct Heads {
   using A = typename E::A;
   static constexpr int64_t kBlock = E::kBlock;
-  // The minimum number of elements in a row for which these kernels are fast.
-  static constexpr int kFast = A::kMaskedMemory && E::kBytes > 2 ? A::kLanes : kBlock;
 
   // Calls f.operator()<blocks>(extent, i, count) for columns that together are a row. It takes
   // `blocks` blocks beginning with column i, of `count` columns each.
@@ -58,30 +56,27 @@ struct Heads {
 
   static void AddRows(const char* x, int64_t x_stride, char* y, int64_t y_stride, int64_t rows,
                       int64_t n, void* sums, bool first) {
-    const auto run = [&]<bool kCopy>() {
-      OverColumns(n, [&]<int kBlocks>(auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-        Pair<A> total[kBlocks];
+    OverColumns(n, [&]<int kBlocks>(auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+      Pair<A> total[kBlocks];
 #pragma GCC unroll 4
-        for (int k = 0; k < kBlocks; ++k) total[k] = SetPair<A>(0);
-        for (int64_t r = 0; r < rows; ++r) {
-#pragma GCC unroll 4
-          for (int k = 0; k < kBlocks; ++k) {
-            const int64_t at = (i + k * kBlock) * E::kBytes;
-            const typename E::Raw v = LoadRaw<E>(extent, x + r * x_stride + at, count);
-            if constexpr (kCopy) StoreElements<E, false>(extent, y + r * y_stride + at, v, count);
-            total[k] = Add(total[k], E::Widen(v));
-          }
-        }
+      for (int k = 0; k < kBlocks; ++k) total[k] = SetPair<A>(0);
+      for (int64_t r = 0; r < rows; ++r) {
 #pragma GCC unroll 4
         for (int k = 0; k < kBlocks; ++k) {
-          AddTo(extent, sums, i + k * kBlock, count, total[k], first);
+          const int64_t at = (i + k * kBlock) * E::kBytes;
+          const typename E::Raw v = LoadRaw<E>(extent, x + r * x_stride + at, count);
+          StoreElements<E, false>(extent, y + r * y_stride + at, v, count);
+          total[k] = Add(total[k], E::Widen(v));
         }
-      });
-    };
-    WithFlags(run, y != nullptr);
+      }
+#pragma GCC unroll 4
+      for (int k = 0; k < kBlocks; ++k) {
+        AddTo(extent, sums, i + k * kBlock, count, total[k], first);
+      }
+    });
   }
 
-  static constexpr HeadsKernels kKernels = {AddBias, AddRows, kFast};
+  static constexpr HeadsKernels kKernels = {AddBias, AddRows};
 };
 
 }  // namespace

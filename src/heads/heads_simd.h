@@ -14,12 +14,10 @@ struct HeadsKernels {
   // or, if `wide`, the accumulator type.
   void (*add_bias)(const char* x, int64_t x_stride, const void* bias, bool wide, char* y,
                    int64_t y_stride, int64_t rows, int64_t n);
-  // y[r, i] = x[r, i], unless y is null, and sums[i] += sum over r of x[r, i]. If `first`, the sums
-  // are set instead. The sum over r starts from 0 and goes in order.
+  // y[r, i] = x[r, i], and sums[i] += sum over r of x[r, i]. If `first`, the sums are set instead.
+  // The sum over r starts from 0 and goes in order.
   void (*add_rows)(const char* x, int64_t x_stride, char* y, int64_t y_stride, int64_t rows,
                    int64_t n, void* sums, bool first);
-  // The minimum number of elements in a row for which these kernels are fast.
-  int fast;
 };
 FASTOPS_DECLARE_KERNELS(HeadsKernels, heads_kernels[kNumDTypes])
 

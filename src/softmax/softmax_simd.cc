@@ -525,9 +525,8 @@ struct Softmax {
 
   // Reads from the buffer, or, with kRedo, from x.
   template <bool kRedo>
-  static FASTOPS_INLINE void FinishTile(const SoftmaxCall& call, const SoftmaxTile& tile,
-                                        const void* from, const void* shift_data,
-                                        const void* factor_data, char* y) {
+  static void TileFinish(const SoftmaxCall& call, const SoftmaxTile& tile, const void* from,
+                         const void* shift_data, const void* factor_data, char* y) {
     const Scalar* shift = static_cast<const Scalar*>(shift_data);
     const Scalar* factor = static_cast<const Scalar*>(factor_data);
     const Scalar* buffer = static_cast<const Scalar*>(from);
@@ -558,16 +557,6 @@ struct Softmax {
                    });
         },
         tile.mask != nullptr, call.log);
-  }
-
-  static void TileFinish(const SoftmaxCall& call, const SoftmaxTile& tile, const void* buffer,
-                         const void* shift, const void* factor, char* y) {
-    FinishTile<false>(call, tile, buffer, shift, factor, y);
-  }
-
-  static void TileRedo(const SoftmaxCall& call, const SoftmaxTile& tile, const void* x,
-                       const void* shift, const void* factor, char* y) {
-    FinishTile<true>(call, tile, x, shift, factor, y);
   }
 
   static void TileBackwardSum(const SoftmaxCall& call, const SoftmaxTile& tile, const char* y,
@@ -608,21 +597,11 @@ struct Softmax {
         call.log, call.masked);
   }
 
-  static constexpr SoftmaxKernels kKernels = {Rows,
-                                              BackwardRows,
-                                              Stats,
-                                              Finish,
-                                              BackwardSum,
-                                              BackwardFinish,
-                                              TileMax,
-                                              TileSum,
-                                              TileCombine,
-                                              TileFactors,
-                                              TileFinish,
-                                              TileRedo,
-                                              TileBackwardSum,
-                                              TileBackwardFinish,
-                                              kBlock};
+  static constexpr SoftmaxKernels kKernels = {
+      {Rows, BackwardRows, Stats, Finish, BackwardSum, BackwardFinish},
+      {TileMax, TileSum, TileCombine, TileFactors, TileFinish<false>, TileFinish<true>,
+       TileBackwardSum, TileBackwardFinish},
+      kBlock};
 };
 
 }  // namespace

@@ -38,9 +38,7 @@ struct SoftmaxTile {
 // column are over the elements that are not masked: the maximum of scale * x, and the sum of
 // exp(scale * x - maximum). If no element is greater than -inf, the maximum is -inf, and the sum is
 // 0, or NaN if there is a NaN.
-struct SoftmaxKernels {
-  // ---- Rows: contiguous elements ----
-
+struct SoftmaxRowKernels {
   // y = softmax(scale * x) for `rows` contiguous rows of n <= kSoftmaxPiece elements. The rows of
   // the mask are `mask_stride` apart.
   void (*rows)(const SoftmaxCall& call, const char* x, const uint8_t* mask, int64_t mask_stride,
@@ -60,9 +58,9 @@ struct SoftmaxKernels {
                          const uint8_t* mask, int64_t n);
   void (*backward_finish)(const SoftmaxCall& call, const char* y, const char* dy,
                           const uint8_t* mask, char* dx, int64_t n, double sum);
+};
 
-  // ---- Columns ----
-
+struct SoftmaxTileKernels {
   // buffer = scale * x, with -inf for masked elements. maxima[j] becomes the maximum of itself and
   // column j. Both are whole blocks wide, padded with -inf after the last column.
   void (*tile_max)(const SoftmaxCall& call, const SoftmaxTile& tile, const char* x, void* buffer,
@@ -90,9 +88,10 @@ struct SoftmaxKernels {
                             const char* dy, void* sums);
   void (*tile_backward_finish)(const SoftmaxCall& call, const SoftmaxTile& tile, const char* y,
                                const char* dy, const void* sums, char* dx);
+};
 
-  // Elements per block.
-  int block;
+struct SoftmaxKernels : SoftmaxRowKernels, SoftmaxTileKernels {
+  int block;  // elements per block
 };
 FASTOPS_DECLARE_KERNELS(SoftmaxKernels, softmax_kernels[kNumDTypes])
 
