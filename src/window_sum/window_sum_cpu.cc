@@ -24,9 +24,9 @@ FASTOPS_DEFINE_KERNELS(Kernels, window_sum_kernels)
 // The kernels for vectors that begin at any address. If the AVX2 kernels are built, these vectors
 // have at most 32 bytes: an unaligned vector of 64 bytes always touches two cache lines.
 const WindowSumKernels& UnalignedKernels(DType dtype) {
-#ifdef FASTOPS_BUILT_avx2
-  if (ActiveIsa() == Isa::kAvx512) return avx2::window_sum_kernels[static_cast<int>(dtype)];
-#endif
+  if (FASTOPS_BUILT_avx2 && ActiveIsa() == Isa::kAvx512) {
+    return avx2::window_sum_kernels[static_cast<int>(dtype)];
+  }
   return Kernels(dtype);
 }
 

@@ -48,28 +48,14 @@ const char* IsaName(Isa isa);
   extern const Table name;                   \
   }
 
-#ifdef FASTOPS_BUILT_baseline
-#define FASTOPS_BASELINE_TABLE(name) &::jax_fastops::cpu::baseline::name
-#else
-#define FASTOPS_BASELINE_TABLE(name) nullptr
-#endif
-#ifdef FASTOPS_BUILT_avx2
-#define FASTOPS_AVX2_TABLE(name) &::jax_fastops::cpu::avx2::name
-#else
-#define FASTOPS_AVX2_TABLE(name) nullptr
-#endif
-#ifdef FASTOPS_BUILT_avx512
-#define FASTOPS_AVX512_TABLE(name) &::jax_fastops::cpu::avx512::name
-#else
-#define FASTOPS_AVX512_TABLE(name) nullptr
-#endif
-
-// A reference to the table of the active instruction set. For files that are compiled once.
-#define FASTOPS_KERNELS(name)                                                                \
-  ([]() -> decltype(::jax_fastops::cpu::baseline::name)& {                                   \
-    decltype(&::jax_fastops::cpu::baseline::name) tables[::jax_fastops::cpu::kNumIsas] = {   \
-        FASTOPS_BASELINE_TABLE(name), FASTOPS_AVX2_TABLE(name), FASTOPS_AVX512_TABLE(name)}; \
-    return *tables[static_cast<int>(::jax_fastops::cpu::ActiveIsa())];                       \
+// A reference to the table of the active instruction set. For files that are compiled once. The
+// build defines FASTOPS_BUILT_baseline and so on as 1 or 0.
+#define FASTOPS_TABLE(isa, name) (FASTOPS_BUILT_##isa ? &::jax_fastops::cpu::isa::name : nullptr)
+#define FASTOPS_KERNELS(name)                                                                   \
+  ([]() -> decltype(::jax_fastops::cpu::baseline::name)& {                                      \
+    decltype(&::jax_fastops::cpu::baseline::name) tables[::jax_fastops::cpu::kNumIsas] = {      \
+        FASTOPS_TABLE(baseline, name), FASTOPS_TABLE(avx2, name), FASTOPS_TABLE(avx512, name)}; \
+    return *tables[static_cast<int>(::jax_fastops::cpu::ActiveIsa())];                          \
   }())
 // Defines a function that returns it.
 #define FASTOPS_DEFINE_TABLE(function, name)          \
