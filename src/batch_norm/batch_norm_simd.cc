@@ -319,46 +319,36 @@ struct BatchNorm {
 
   // The inputs of the sums, and the outputs that are stored in the same pass.
   struct Gradient {
-    const char* x;
-    const char* dy;
-    const char* dy2;
-    const uint8_t* mask;
+    BatchNormArrays of;
     int64_t mask_bytes;
-    char* dx;
-    char* dresidual;
 
-    Gradient(const BatchNormArrays& arrays, int64_t bytes)
-        : x(static_cast<const char*>(arrays.x)),
-          dy(static_cast<const char*>(arrays.dy)),
-          dy2(static_cast<const char*>(arrays.dy2)),
-          mask(static_cast<const uint8_t*>(arrays.mask)),
-          mask_bytes(bytes),
-          dx(static_cast<char*>(arrays.dx)),
-          dresidual(static_cast<char*>(arrays.dresidual)) {}
-
-    FASTOPS_INLINE void Fetch(int64_t at, int64_t ahead) const {
-      FetchBlock<E>(x + at * E::kBytes, ahead);
-      FetchBlock<E>(dy + at * E::kBytes, ahead);
-      if (dy2 != nullptr) FetchBlock<E>(dy2 + at * E::kBytes, ahead);
+    FASTOPS_INLINE void Fetch(int64_t i, int64_t ahead) const {
+      FetchBlock<E>(Bytes(of.x, i * E::kBytes), ahead);
+      FetchBlock<E>(Bytes(of.dy, i * E::kBytes), ahead);
+      if (of.dy2 != nullptr) FetchBlock<E>(Bytes(of.dy2, i * E::kBytes), ahead);
     }
 
     template <typename Extent, typename Factor>
-    FASTOPS_INLINE void operator()(Extent extent, int64_t at, int64_t count, Vectors mean,
+    FASTOPS_INLINE void operator()(Extent extent, int64_t i, int64_t count, Vectors mean,
                                    const Factor& factor, Vectors* sum, Vectors* product) const {
-      Vectors g = LoadElements<E>(extent, dy + at * E::kBytes, count);
-      if (dy2 != nullptr) {
-        g = E::Widen(E::Narrow(Add(g, LoadElements<E>(extent, dy2 + at * E::kBytes, count))));
+      const int64_t at = i * E::kBytes;
+      Vectors g = LoadElements<E>(extent, Bytes(of.dy, at), count);
+      if (of.dy2 != nullptr) {
+        g = E::Widen(E::Narrow(Add(g, LoadElements<E>(extent, Bytes(of.dy2, at), count))));
       }
-      if (mask != nullptr) g = Select(BitsAt(mask, mask_bytes, at), Loaded<A>(g), SetPair<A>(0));
-      const Vectors v = LoadElements<E>(extent, x + at * E::kBytes, count);
+      if (of.mask != nullptr) {
+        const auto* const mask = static_cast<const uint8_t*>(of.mask);
+        g = Select(BitsAt(mask, mask_bytes, i), Loaded<A>(g), SetPair<A>(0));
+      }
+      const Vectors v = LoadElements<E>(extent, Bytes(of.x, at), count);
       const Vectors d = Cleared(extent, Sub(v, mean), count);
       *sum = Add(*sum, g);
       *product = MulAdd(g, d, *product);
-      if (dx != nullptr) {
-        StoreElements<E, false>(extent, dx + at * E::kBytes, E::Narrow(Mul(g, factor())), count);
+      if (of.dx != nullptr) {
+        StoreElements<E, false>(extent, Bytes(of.dx, at), E::Narrow(Mul(g, factor())), count);
       }
-      if (dresidual != nullptr) {
-        StoreElements<E, false>(extent, dresidual + at * E::kBytes, E::Narrow(g), count);
+      if (of.dresidual != nullptr) {
+        StoreElements<E, false>(extent, Bytes(of.dresidual, at), E::Narrow(g), count);
       }
     }
   };
@@ -392,7 +382,7 @@ struct BatchNorm {
   static void SumsOfColumns(const BatchNormArrays& arrays, const BatchNormStrip& strip,
                             int64_t mask_bytes, const void* const* coefficients, void* buffer,
                             double* sums, double* products) {
-    const Gradient gradient(arrays, mask_bytes);
+    const Gradient gradient = {arrays, mask_bytes};
     const Scalar* const mean = Values<Scalar>(coefficients[0]);
     const Scalar* const factor = Values<Scalar>(coefficients[1]);
     Scalar* const s = static_cast<Scalar*>(buffer);
@@ -413,7 +403,7 @@ struct BatchNorm {
   static void SumsOfRuns(const BatchNormArrays& arrays, const BatchNormRuns& runs,
                          int64_t mask_bytes, const void* const* coefficients, void* buffer,
                          double* sums, double* products) {
-    const Gradient gradient(arrays, mask_bytes);
+    const Gradient gradient = {arrays, mask_bytes};
     const Scalar* const means = Values<Scalar>(coefficients[0]);
     const Scalar* const factors = Values<Scalar>(coefficients[1]);
     for (int64_t c = 0; c < runs.channels; ++c) sums[c] = products[c] = 0;

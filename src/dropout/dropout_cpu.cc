@@ -26,15 +26,14 @@ void Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int64_t col
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = i / pieces, first = i % pieces * kDropoutPiece;
       const int64_t at = (row * columns + first) * size;
-      const DropoutPiece piece = {
-          .seed = dropout.seeds.At(row),
-          .block = static_cast<uint32_t>(first / kSeedBlock),
-          .n = std::min(columns - first, kDropoutPiece),
-          .x = static_cast<const char*>(arrays.x) + at,
-          .bias = static_cast<const char*>(Offset(arrays.bias, first * bias_size)),
-          .wide_bias = arrays.wide_bias,
-          .residual = static_cast<const char*>(Offset(arrays.residual, at)),
-          .y = static_cast<char*>(arrays.y) + at};
+      const DropoutPiece piece = {.seed = dropout.seeds.At(row),
+                                  .block = static_cast<uint32_t>(first / kSeedBlock),
+                                  .n = std::min(columns - first, kDropoutPiece),
+                                  .x = Offset(arrays.x, at),
+                                  .bias = Offset(arrays.bias, first * bias_size),
+                                  .wide_bias = arrays.wide_bias,
+                                  .residual = Offset(arrays.residual, at),
+                                  .y = Offset(arrays.y, at)};
       kernel(piece, dropout.largest, dropout.scale);
     }
   });

@@ -348,7 +348,7 @@ struct Tables {
 // Rows of at least this length are copied one by one.
 constexpr int64_t kLongRow = 64;
 
-int SizeIndex(int bytes) { return bytes == 2 ? 0 : bytes == 4 ? 1 : 2; }
+int SizeIndex(int bytes) { return bytes / 4; }  // of 2, 4, 8
 
 // Sets no permutation if the elements of the operand are too far apart.
 void FillPermutation(const Plan& plan, Slot* s, Tables* tables) {
@@ -445,17 +445,13 @@ void ScatterBits(const uint8_t* dense, const BlockRows& rows, bool byte_rows, ui
 
 // ---- Pieces -------------------------------------------------------------------------------------
 
-DType WrittenType(const Plan& plan, const Slot& s) {
-  if (s.storage == Storage::kElement || plan.dtype == DType::kF64) return plan.dtype;
-  return DType::kF32;
-}
-
 // Writes a slice. Its first block has the chunk number `chunk` and begins at element `offset` of
 // the gradient.
 void WriteSlice(const Plan& plan, const Sum& sum, const double* sums, int64_t offset,
                 int64_t chunk) {
   const Slot& s = plan.slot[sum.slot];
-  auto* write = Kernels().write[static_cast<int>(WrittenType(plan, s))];
+  const DType type = s.bytes == ItemSize(plan.dtype) ? plan.dtype : DType::kF32;
+  auto* write = Kernels().write[static_cast<int>(type)];
   int64_t index[kMaxLoops] = {};
   for (;;) {
     const bool last =

@@ -9,6 +9,7 @@
 #include "core/cpu/buffer.h"
 #include "core/cpu/dtype.h"
 #include "core/cpu/parallel.h"
+#include "core/cpu/pointers.h"
 #include "group_norm/group_norm.h"
 #include "group_norm/group_norm_simd.h"
 
@@ -99,12 +100,6 @@ struct Work {
     std::fill(sums.begin(), sums.begin() + 2 * set.channels(), 0.0);
   }
 
-  const char* In(const void* p, int64_t item) const {
-    return p == nullptr ? nullptr : static_cast<const char*>(p) + at * item;
-  }
-  char* Out(void* p, int64_t item) const {
-    return p == nullptr ? nullptr : static_cast<char*>(p) + at * item;
-  }
   void Set(GroupNormRow row, int64_t channel, double value) {
     coefficients.begin()[row * set.channels() + channel] = static_cast<Scalar>(value);
   }
@@ -142,10 +137,10 @@ void GroupNormForward(const GroupNormForwardCall& call, Executor& executor) {
     const Parameters<Scalar> parameters(call);
     OverSets<Scalar>(call, 2, executor, [&](Work<Scalar>& work) {
       GroupNormSet& set = work.set;
-      set.x = work.In(call.x, item);
-      set.residual = work.In(call.residual, item);
-      set.y = work.Out(call.y, item);
-      set.sum = work.Out(call.sum, item);
+      set.x = Offset(call.x, work.at * item);
+      set.residual = Offset(call.residual, work.at * item);
+      set.y = Offset(call.y, work.at * item);
+      set.sum = Offset(call.sum, work.at * item);
       sum(set);
       for (int64_t group = 0; group < set.groups; ++group) {
         const Statistics found = StatisticsOf<Scalar>(set, group, call.eps);
@@ -175,8 +170,8 @@ void GroupNormBackward(const GroupNormBackwardCall& call, Executor& executor) {
     const Scalar* const rstds = static_cast<const Scalar*>(call.rstd);
     OverSets<Scalar>(call, 3, executor, [&](Work<Scalar>& work) {
       GroupNormSet& set = work.set;
-      set.x = work.In(call.s, item);
-      set.dy = work.In(call.dy, item);
+      set.x = Offset(call.s, work.at * item);
+      set.dy = Offset(call.dy, work.at * item);
       const int64_t statistic = work.sample * call.groups + work.first_group;
       for (int64_t i = 0; i < set.channels(); ++i) {
         const int64_t at = statistic + i / set.group_channels;
@@ -208,7 +203,7 @@ void GroupNormBackward(const GroupNormBackwardCall& call, Executor& executor) {
         if (call.dbias != nullptr) static_cast<Scalar*>(call.dbias)[first + i] = sums[0];
         if (call.dscale != nullptr) static_cast<Scalar*>(call.dscale)[first + i] = sums[1];
       }
-      set.dx = work.Out(call.dx, item);
+      set.dx = Offset(call.dx, work.at * item);
       kernel(set);
     });
   });

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "core/cpu/dtype.h"
+#include "core/cpu/pointers.h"
 #include "core/integer.h"
 #include "heads/heads_simd.h"
 #include "transpose/transpose.h"
@@ -87,16 +88,6 @@ struct Boxes {
   }
 };
 
-// Moves rows x columns pieces of `bytes` bytes. The strides are those from row to row and from
-// column to column, in the two arrays.
-void Move(const char* in, int64_t in_row, int64_t in_column, char* out, int64_t out_row,
-          int64_t out_column, int64_t rows, int64_t columns, int64_t bytes) {
-  LoopNest nest;
-  nest.Add(columns, in_column, out_column);
-  nest.Add(rows, in_row, out_row);
-  Movers().rows(nest, in, out, bytes);
-}
-
 // How far apart rows and heads are in the two layouts, in bytes.
 struct Steps {
   int64_t merged_row, merged_head, split_row, split_head;
@@ -118,41 +109,46 @@ void OverBoxes(const Boxes& boxes, int64_t itemsize, Executor& executor, const B
               });
 }
 
+// Splits or merges without arithmetic.
+void Move(const HeadsShape& shape, int64_t itemsize, bool splits, const void* const* from,
+          void* const* to, Executor& executor) {
+  if (shape.size() == 0) return;
+  if (shape.parts == 1) {
+    const int64_t dims[] = {shape.batch, splits ? shape.sequence : shape.heads,
+                            splits ? shape.heads : shape.sequence, shape.head_size};
+    const int axes[] = {0, 2, 1, 3};
+    return Transpose(from[0], to[0], dims, axes, 4, itemsize, executor);
+  }
+  const Boxes boxes(shape, itemsize, 1, shape.sequence, false);
+  const Steps step(shape, itemsize);
+  OverBoxes(boxes, itemsize, executor, [&](const Box& box) {
+    const int64_t merged = boxes.Merged(box, box.row) * itemsize;
+    const int64_t split = boxes.Split(box, box.row) * itemsize;
+    LoopNest nest;
+    if (splits) {
+      nest.Add(box.heads, step.merged_head, step.split_head);
+      nest.Add(box.rows, step.merged_row, step.split_row);
+      Movers().rows(nest, Offset(from[0], merged), Offset(to[box.part], split),
+                    box.size * itemsize);
+    } else {
+      nest.Add(box.rows, step.split_row, step.merged_row);
+      nest.Add(box.heads, step.split_head, step.merged_head);
+      Movers().rows(nest, Offset(from[box.part], split), Offset(to[0], merged),
+                    box.size * itemsize);
+    }
+  });
+}
+
 }  // namespace
 
 void SplitHeads(const HeadsShape& shape, int64_t itemsize, const void* x, void* const* y,
                 Executor& executor) {
-  if (shape.size() == 0) return;
-  if (shape.parts == 1) {
-    const int64_t dims[] = {shape.batch, shape.sequence, shape.heads, shape.head_size};
-    const int axes[] = {0, 2, 1, 3};
-    return Transpose(x, y[0], dims, axes, 4, itemsize, executor);
-  }
-  const Boxes boxes(shape, itemsize, 1, shape.sequence, false);
-  const Steps step(shape, itemsize);
-  OverBoxes(boxes, itemsize, executor, [&](const Box& box) {
-    Move(static_cast<const char*>(x) + boxes.Merged(box, box.row) * itemsize, step.merged_row,
-         step.merged_head, static_cast<char*>(y[box.part]) + boxes.Split(box, box.row) * itemsize,
-         step.split_row, step.split_head, box.rows, box.heads, box.size * itemsize);
-  });
+  Move(shape, itemsize, true, &x, y, executor);
 }
 
 void MergeHeads(const HeadsShape& shape, int64_t itemsize, const void* const* y, void* x,
                 Executor& executor) {
-  if (shape.size() == 0) return;
-  if (shape.parts == 1) {
-    const int64_t dims[] = {shape.batch, shape.heads, shape.sequence, shape.head_size};
-    const int axes[] = {0, 2, 1, 3};
-    return Transpose(y[0], x, dims, axes, 4, itemsize, executor);
-  }
-  const Boxes boxes(shape, itemsize, 1, shape.sequence, false);
-  const Steps step(shape, itemsize);
-  OverBoxes(boxes, itemsize, executor, [&](const Box& box) {
-    Move(static_cast<const char*>(y[box.part]) + boxes.Split(box, box.row) * itemsize,
-         step.split_head, step.split_row,
-         static_cast<char*>(x) + boxes.Merged(box, box.row) * itemsize, step.merged_head,
-         step.merged_row, box.heads, box.rows, box.size * itemsize);
-  });
+  Move(shape, itemsize, false, y, &x, executor);
 }
 
 void SplitHeadsAddBias(const HeadsShape& shape, DType dtype, bool wide_bias, const void* x,
@@ -164,9 +160,9 @@ void SplitHeadsAddBias(const HeadsShape& shape, DType dtype, bool wide_bias, con
   const Boxes boxes(shape, itemsize, 1, shape.sequence, false);
   const Steps step(shape, itemsize);
   OverBoxes(boxes, itemsize, executor, [&](const Box& box) {
-    const char* from = static_cast<const char*>(x) + boxes.Merged(box, box.row) * itemsize;
-    const char* b = static_cast<const char*>(bias) + boxes.Feature(box) * bias_size;
-    char* to = static_cast<char*>(y[box.part]) + boxes.Split(box, box.row) * itemsize;
+    const char* from = Offset(x, boxes.Merged(box, box.row) * itemsize);
+    const char* b = Offset(bias, boxes.Feature(box) * bias_size);
+    char* to = Offset(y[box.part], boxes.Split(box, box.row) * itemsize);
     for (int64_t h = 0; h < box.heads; ++h) {
       kernel(from + h * step.merged_head, step.merged_row, b + h * shape.head_size * bias_size,
              bias_size > itemsize, to + h * step.split_head, step.split_row, box.rows, box.size);
@@ -202,9 +198,8 @@ void MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void* const*
     // with the length of the run.
     for (int64_t r = 0; r < rows; r += kBoxRows) {
       const int64_t some = std::min(kBoxRows, rows - r);
-      const char* from =
-          static_cast<const char*>(y[box.part]) + boxes.Split(box, first + r) * itemsize;
-      char* to = static_cast<char*>(x) + boxes.Merged(box, first + r) * itemsize;
+      const char* from = Offset(y[box.part], boxes.Split(box, first + r) * itemsize);
+      char* to = Offset(x, boxes.Merged(box, first + r) * itemsize);
       for (int64_t h = 0; h < box.heads; ++h) {
         kernel(from + h * step.split_head, step.split_row, to + h * step.merged_head,
                step.merged_row, some, box.size, sum + h * shape.head_size * sum_size, r == 0);

@@ -45,25 +45,21 @@ RotaryHead HeadOf(const RotaryShape& shape, const Sizes& sizes, const RotaryArra
   head.pairs = shape.pairs;
   head.interleaved = shape.interleaved;
   head.eps = shape.eps;
-  const auto from = [](const void* p, int64_t bytes) {
-    return static_cast<const char*>(Offset(p, bytes));
-  };
-  const auto to = [](void* p, int64_t bytes) { return static_cast<char*>(Offset(p, bytes)); };
-  head.x = from(arrays.x, in_x);
-  head.dx = to(arrays.dx, in_x);
-  head.y = to(arrays.y[part], split * size * sizes.element);
+  head.x = Offset(arrays.x, in_x);
+  head.dx = Offset(arrays.dx, in_x);
+  head.y = Offset(arrays.y[part], split * size * sizes.element);
   head.wide_bias = arrays.wide_bias;
-  head.bias = from(arrays.bias, feature * (arrays.wide_bias ? sizes.wide : sizes.element));
-  head.bias_sums = to(arrays.bias_sums, (run * shape.features() + feature) * sizes.wide);
+  head.bias = Offset(arrays.bias, feature * (arrays.wide_bias ? sizes.wide : sizes.element));
+  head.bias_sums = Offset(arrays.bias_sums, (run * shape.features() + feature) * sizes.wide);
   if (part == 2) return head;
   head.scale = static_cast<const char*>(arrays.scale[part]);
   head.wide_scale = arrays.wide_scale[part];
   head.scale_sums =
-      to(arrays.scale_sums, (run * shape.scale_sums(biased) + sum * size) * sizes.wide);
+      Offset(arrays.scale_sums, (run * shape.scale_sums(biased) + sum * size) * sizes.wide);
   if (shape.pairs == 0) return head;
   const int64_t angle = (shape.angles.Offset(batch) + row % shape.sequence) * 2 * shape.pairs;
-  head.cos = from(arrays.turns, angle * sizes.wide);
-  head.sin = from(arrays.turns, (angle + shape.pairs) * sizes.wide);
+  head.cos = Offset(arrays.turns, angle * sizes.wide);
+  head.sin = Offset(arrays.turns, (angle + shape.pairs) * sizes.wide);
   return head;
 }
 

@@ -17,6 +17,7 @@
 
 #include "core/cpu/block_math.h"
 #include "core/cpu/philox_math.h"
+#include "core/cpu/pointers.h"
 #include "core/cpu/simd_math.h"
 
 namespace jax_fastops::cpu::FASTOPS_ISA {
@@ -134,11 +135,7 @@ struct Norm {
 
   static FASTOPS_INLINE Source SourceAt(const NormForwardArrays& arrays, int64_t row, int64_t n) {
     const int64_t at = row * n * E::kBytes;
-    Source source = {static_cast<const char*>(arrays.x) + at, nullptr, arrays.input_bias};
-    if (arrays.residual != nullptr) {
-      source.residual = static_cast<const char*>(arrays.residual) + at;
-    }
-    return source;
+    return {Offset(arrays.x, at), Offset(arrays.residual, at), arrays.input_bias};
   }
 
   // Subtracts the mean from a block. Lanes after the end of the row stay 0.
@@ -160,7 +157,7 @@ struct Norm {
           source.is_sum() ? Load<true>(extent, source, 0, n) : Load<false>(extent, source, 0, n);
       const int64_t at = row * n * E::kBytes;
       if (arrays.sum != nullptr) {
-        StoreElements<E, false>(extent, static_cast<char*>(arrays.sum) + at, E::Narrow(v), n);
+        StoreElements<E, false>(extent, Offset(arrays.sum, at), E::Narrow(v), n);
       }
       if constexpr (kLayer) {
         Scalar mean = static_cast<Scalar>(static_cast<double>(SumOf(v)) * inverse);
@@ -170,15 +167,15 @@ struct Norm {
           v = Centred(extent, v, static_cast<Scalar>(rest), n);
           mean += static_cast<Scalar>(rest);
         }
-        if (arrays.mean != nullptr) memcpy(At(arrays.mean, row), &mean, sizeof(mean));
+        Put(arrays.mean, row, mean);
       }
       const double variance = static_cast<double>(SumOf(Mul(v, v))) * inverse;
       const Scalar rstd = static_cast<Scalar>(1 / __builtin_sqrt(variance + eps));
-      if (arrays.rstd != nullptr) memcpy(At(arrays.rstd, row), &rstd, sizeof(rstd));
+      Put(arrays.rstd, row, rstd);
       v = Mul(v, SetPair<A>(rstd));
       if (arrays.scale.data != nullptr) v = Mul(v, Parameter(extent, arrays.scale, 0, n));
       if (arrays.bias.data != nullptr) v = Add(v, Parameter(extent, arrays.bias, 0, n));
-      StoreElements<E, false>(extent, static_cast<char*>(arrays.y) + at, E::Narrow(v), n);
+      StoreElements<E, false>(extent, Offset(arrays.y, at), E::Narrow(v), n);
     }
   }
 
@@ -202,9 +199,7 @@ struct Norm {
       double squares[kMaxGroup] = {};
       for (int64_t k = 0; k < count; ++k) {
         const Source source = SourceAt(arrays, row + k, n);
-        char* sum = arrays.sum == nullptr
-                        ? nullptr
-                        : static_cast<char*>(arrays.sum) + (row + k) * n * E::kBytes;
+        char* const sum = Offset(arrays.sum, (row + k) * n * E::kBytes);
         const Scalar first = source.is_sum() ? FirstSum<kLayer, true>(source, sum, n)
                                              : FirstSum<kLayer, false>(source, sum, n);
         mean[k] = kLayer ? static_cast<Scalar>(static_cast<double>(first) * inverse) : 0;
@@ -229,13 +224,12 @@ struct Norm {
       }
       for (int64_t k = 0; k < kMaxGroup; ++k) rstd[k] = static_cast<Scalar>(squares[k]);
       for (int64_t k = 0; k < count; ++k) {
-        const Scalar corrected = mean[k] + correction[k];
-        if (arrays.mean != nullptr) memcpy(At(arrays.mean, row + k), &corrected, sizeof(Scalar));
-        if (arrays.rstd != nullptr) memcpy(At(arrays.rstd, row + k), &rstd[k], sizeof(Scalar));
+        Put(arrays.mean, row + k, mean[k] + correction[k]);
+        Put(arrays.rstd, row + k, rstd[k]);
       }
       for (int64_t k = 0; k < count; ++k) {
         const Source source = SourceAt(arrays, row + k, n);
-        char* y = static_cast<char*>(arrays.y) + (row + k) * n * E::kBytes;
+        char* const y = Offset(arrays.y, (row + k) * n * E::kBytes);
         if (source.is_sum()) {
           Store<true, kStream>(source, arrays, y, n, ahead, mean[k], correction[k], rstd[k]);
         } else {
@@ -246,14 +240,14 @@ struct Norm {
     if constexpr (kStream) StreamFence();
   }
 
-  static FASTOPS_INLINE char* At(void* p, int64_t i) {
-    return static_cast<char*>(p) + i * static_cast<int64_t>(sizeof(Scalar));
-  }
-  static FASTOPS_INLINE Scalar Read(const void* p, int64_t i) {
+  // A statistic of a row.
+  static FASTOPS_INLINE Scalar Read(const void* p, int64_t row) {
     Scalar value;
-    memcpy(&value, static_cast<const char*>(p) + i * static_cast<int64_t>(sizeof(Scalar)),
-           sizeof(value));
+    memcpy(&value, Offset(p, row * int64_t{sizeof(Scalar)}), sizeof(value));
     return value;
+  }
+  static FASTOPS_INLINE void Put(void* p, int64_t row, Scalar value) {
+    if (p != nullptr) memcpy(Offset(p, row * int64_t{sizeof(Scalar)}), &value, sizeof(value));
   }
 
   static void Forward(const NormForwardArrays& arrays, NormKind kind, double eps, int64_t begin,
@@ -272,10 +266,6 @@ struct Norm {
     const char* dy;
     const char* dy2;
 
-    Cotangent(const NormBackwardArrays& arrays, int64_t offset)
-        : dy(static_cast<const char*>(arrays.dy) + offset),
-          dy2(arrays.dy2 == nullptr ? nullptr : static_cast<const char*>(arrays.dy2) + offset) {}
-
     template <typename Extent>
     FASTOPS_INLINE Pair<A> operator()(Extent extent, int64_t at, int64_t count) const {
       const Pair<A> d = LoadElements<E>(extent, dy + at, count);
@@ -289,8 +279,8 @@ struct Norm {
   static FASTOPS_INLINE void Group(const NormBackwardArrays& arrays, int64_t row, int64_t n,
                                    bool first) {
     const int64_t row_bytes = n * E::kBytes;
-    const Cotangent dy(arrays, row * row_bytes);
-    const char* s = static_cast<const char*>(arrays.s) + row * row_bytes;
+    const Cotangent dy = {Offset(arrays.dy, row * row_bytes), Offset(arrays.dy2, row * row_bytes)};
+    const char* const s = Offset(arrays.s, row * row_bytes);
     Pair<A> mean[kCount], rstd[kCount];
     Scalar g_mean[kCount], gx_mean[kCount];
     for (int k = 0; k < kCount; ++k) {
@@ -327,15 +317,12 @@ struct Norm {
   static FASTOPS_INLINE void Gradient(const NormBackwardArrays& arrays, int64_t row, int64_t n,
                                       bool first, const Scalar* g_mean, const Scalar* gx_mean) {
     const int64_t row_bytes = n * E::kBytes;
-    const Cotangent dy(arrays, row * row_bytes);
-    const char* s = static_cast<const char*>(arrays.s) + row * row_bytes;
-    const char* dsum =
-        arrays.dsum == nullptr ? nullptr : static_cast<const char*>(arrays.dsum) + row * row_bytes;
-    char* dx = static_cast<char*>(arrays.dx) + row * row_bytes;
+    const Cotangent dy = {Offset(arrays.dy, row * row_bytes), Offset(arrays.dy2, row * row_bytes)};
+    const char* const s = Offset(arrays.s, row * row_bytes);
+    const char* const dsum = Offset(arrays.dsum, row * row_bytes);
+    char* const dx = Offset(arrays.dx, row * row_bytes);
     [[maybe_unused]] const bool drops = arrays.dropout.drops();
-    [[maybe_unused]] char* const dresidual =
-        arrays.dresidual == nullptr ? nullptr
-                                    : static_cast<char*>(arrays.dresidual) + row * row_bytes;
+    [[maybe_unused]] char* const dresidual = Offset(arrays.dresidual, row * row_bytes);
     [[maybe_unused]] const Pair<A> factor = SetPair<A>(static_cast<Scalar>(arrays.dropout.scale));
     [[maybe_unused]] uint8_t kept[kDropBytes];
     [[maybe_unused]] int64_t piece = 0;  // its first element
