@@ -40,10 +40,8 @@ struct Heads {
       const char* from = x + i * E::kBytes;
       char* to = y + i * E::kBytes;
       for (int64_t r = 0; r < rows; ++r, from += x_stride, to += y_stride) {
-        for (int64_t at = 0; at < kBlocks * kBlock * E::kBytes; at += 64) {
-          FetchAhead(from + at, kAhead * x_stride);
-          FetchAhead<true>(to + at, kAhead * y_stride);
-        }
+        FetchRowAhead(from, kAhead * x_stride, kBlocks * kBlock * E::kBytes);
+        FetchRowAhead<true>(to, kAhead * y_stride, kBlocks * kBlock * E::kBytes);
 #pragma GCC unroll 4
         for (int k = 0; k < kBlocks; ++k) {
           const int64_t at = k * kBlock * E::kBytes;
