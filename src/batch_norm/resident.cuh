@@ -48,7 +48,9 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   const T* const x = static_cast<const T*>(p.call.x) + group;
   const T* const residual = static_cast<const T*>(p.call.residual) + group;
   T* const y = static_cast<T*>(p.call.y) + group;
-  uint8_t* const mask = PartOf<uint8_t>(p.call.mask, place.group * p.mask_bytes);
+  uint8_t* const mask = p.call.mask == nullptr
+                            ? nullptr
+                            : static_cast<uint8_t*>(p.call.mask) + place.group * p.mask_bytes;
   const UnitChannels channels(g, place, share, p.aligned_parameters);
   // Whether all lanes of the warp have the same number of units.
   const bool together = kAccesses == 2 && IsSameInWarp(share.count);

@@ -170,35 +170,20 @@ struct Lane {
     }
   }
 
-  // Adds the bias of a head that begins with feature `first`.
-  __device__ __forceinline__ void AddBias(const RotaryArrays& arrays, int64_t first,
-                                          A (&v)[kElements]) const {
-    A bias[kElements];
-    const int64_t bytes = first * (arrays.wide_bias ? sizeof(A) : sizeof(T));
-    Parameter(static_cast<const char*>(arrays.bias) + bytes, arrays.wide_bias, bias);
-#pragma unroll
-    for (int e = 0; e < kElements; ++e) v[e] += bias[e];
-  }
-
-  // The sum over the lanes of a group, in each of them, divided by the head's size.
-  __device__ __forceinline__ A Mean(A sum) const {
-    A sums[1] = {sum};
-    Butterfly(Sum(), sums, 1 << t.log_lanes);
-    return sums[0] * static_cast<A>(t.inverse_size);
-  }
-  __device__ __forceinline__ A MeanSquare(const A (&v)[kElements]) const {
-    A squares = 0;
-#pragma unroll
-    for (int e = 0; e < kElements; ++e) squares += v[e] * v[e];
-    return Mean(squares);
-  }
-
   static __device__ __forceinline__ void Turn(const Angles& angles, int i, A& a, A& b) {
     const A first = a * angles.cos[i] - b * angles.sin[i];
     b = b * angles.cos[i] + a * angles.sin[i];
     a = first;
   }
 };
+
+// The sum over the lanes of a group, in each of them.
+template <typename A>
+__device__ __forceinline__ A GroupSum(A sum, int log_lanes) {
+  A sums[1] = {sum};
+  Butterfly(Sum(), sums, 1 << log_lanes);
+  return sums[0];
+}
 
 // What a block works on, and the thread's place in it.
 struct Place {
@@ -313,7 +298,13 @@ __device__ __forceinline__ void Turn(const Tiles& t, const RotaryArrays& arrays)
       const Head head = Head::Of(t, index);
       A v[L::kElements];
       L::Widen(raw[k], v);
-      if (biased && index < all) lane.AddBias(arrays, head.Feature(t), v);
+      if (biased && index < all) {
+        A bias[L::kElements];
+        const int64_t bytes = head.Feature(t) * (arrays.wide_bias ? sizeof(A) : sizeof(T));
+        lane.Parameter(static_cast<const char*>(arrays.bias) + bytes, arrays.wide_bias, bias);
+#pragma unroll
+        for (int e = 0; e < L::kElements; ++e) v[e] += bias[e];
+      }
       if (normalizes) {
         const void* const scale = head.Choose(arrays.scale[0], arrays.scale[1], nullptr);
         if (scale != nullptr && loaded != head.part) {
@@ -321,7 +312,10 @@ __device__ __forceinline__ void Turn(const Tiles& t, const RotaryArrays& arrays)
                          factor);
           loaded = head.part;
         }
-        const A squares = lane.MeanSquare(v);
+        A squares = 0;
+#pragma unroll
+        for (int e = 0; e < L::kElements; ++e) squares += v[e] * v[e];
+        squares = GroupSum(squares, t.log_lanes) * static_cast<A>(t.inverse_size);
         if (scale != nullptr) {
           const A rstd = FastReciprocalRoot(squares + static_cast<A>(t.eps));
 #pragma unroll
@@ -419,9 +413,16 @@ __device__ __forceinline__ void TurnBack(const Tiles& t, const RotaryArrays& arr
         A v[kElements];
         L::Widen(raw_x[k], v);
         if (arrays.bias != nullptr && scale != nullptr && own.own < own.heads) {
-          lane.AddBias(arrays, own.Feature(t), v);
+          A bias[kElements];
+          const int64_t bytes = own.Feature(t) * (arrays.wide_bias ? sizeof(A) : sizeof(T));
+          lane.Parameter(static_cast<const char*>(arrays.bias) + bytes, arrays.wide_bias, bias);
+#pragma unroll
+          for (int e = 0; e < kElements; ++e) v[e] += bias[e];
         }
-        const A squares = lane.MeanSquare(v);
+        A squares = 0;
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) squares += v[e] * v[e];
+        squares = GroupSum(squares, t.log_lanes) * static_cast<A>(t.inverse_size);
         // An absent head adds nothing to the sum that it shares, also if eps is 0.
         const bool present = own.own < own.heads;
         const A rstd = present ? FastReciprocalRoot(squares + static_cast<A>(t.eps)) : A(0);
@@ -437,7 +438,7 @@ __device__ __forceinline__ void TurnBack(const Tiles& t, const RotaryArrays& arr
             products += g[e] * v[e];
           }
         }
-        products = lane.Mean(products);
+        products = GroupSum(products, t.log_lanes) * static_cast<A>(t.inverse_size);
         if (scale != nullptr) {
 #pragma unroll
           for (int e = 0; e < kElements; ++e) g[e] = (g[e] - v[e] * products) * rstd;

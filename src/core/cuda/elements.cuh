@@ -167,7 +167,9 @@ struct StraddlingWord {
       } else {
         word.Take(elements);
       }
-      Vec<E, kSize * sizeof(E)>(elements).Unpack(values);
+      Vec<E, kSize * sizeof(E)> whole;
+      memcpy(whole.words, elements, sizeof(elements));
+      whole.Unpack(values);
     }
   }
 };
