@@ -1,4 +1,4 @@
-// Sums of deviations from a shift that follows the mean. batch_norm_statistics.cu explains the
+// Sums of deviations from a shift that follows the mean. statistics.cu explains the
 // method.
 #pragma once
 

@@ -34,7 +34,7 @@
 // which the addresses are not known yet, so full arrays are loaded before that.
 //
 // If rows are not a whole number of words ("ragged"), a word begins at any address of the broadcast
-// inputs, and is read by aligned words and a shift (shifted.cuh). A word in which one row ends and
+// inputs, and is read by aligned words and a shift (Shifted). A word in which one row ends and
 // the next begins (one of 125 in rows of 1001 elements of 16 bits) is read element by element, and
 // so is a word at the end of an input. Single elements per access remain for rows shorter than a
 // word, unaligned pointers, and float64.
@@ -106,50 +106,26 @@ struct ElementsParams {
   F f;
 };
 
-// The loaded bits of an input's elements of one word.
-template <typename T, int kBytes, bool kMayBeWide>
+// The loaded bits of an input's elements of one word. `one` is used if the row has one element.
+template <typename E, int kSize>
 struct LoadedWord {
-  using C = ComputeType<T>;
-  static constexpr int kSize = kBytes / sizeof(T);
-  static constexpr bool kWide = kMayBeWide && sizeof(T) < sizeof(C);
-
-  Vec<T, kBytes> word;
-  T one;
-  C wide_word[kWide ? kSize : 1];
-  C wide_one;
+  Vec<E, kSize * sizeof(E)> word;
+  E one;
 
   // `offset` is in elements.
-  __device__ __forceinline__ void Load(const void* data, int64_t offset, bool is_one, bool wide) {
-    if constexpr (kWide) {
-      if (wide) {
-        const C* p = static_cast<const C*>(data) + offset;
-        if (is_one) {
-          wide_one = *p;
-        } else {
-          LoadParameter<C, C>(p, 0, wide_word);
-        }
-        return;
-      }
-    }
-    const T* p = static_cast<const T*>(data) + offset;
+  __device__ __forceinline__ void Load(const void* data, int64_t offset, bool is_one) {
+    const E* p = static_cast<const E*>(data) + offset;
     if (is_one) {
       one = *p;
     } else {
-      word = Vec<T, kBytes>::Load(p);
+      word = word.Load(p);
     }
   }
 
   // Branches on the class once per word.
-  __device__ __forceinline__ void Expand(C (&values)[kSize], bool is_one, bool wide) const {
-    if constexpr (kWide) {
-      if (wide) {
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) values[i] = is_one ? wide_one : wide_word[i];
-        return;
-      }
-    }
+  __device__ __forceinline__ void Expand(ComputeType<E> (&values)[kSize], bool is_one) const {
     if (is_one) {
-      const C the_one = ToCompute(one);  // once: conversions are not merged
+      const ComputeType<E> the_one = ToCompute(one);  // once: conversions are not merged
 #pragma unroll
       for (int i = 0; i < kSize; ++i) values[i] = the_one;
     } else {
@@ -159,91 +135,65 @@ struct LoadedWord {
 };
 
 // An input's elements of a word at any address, which may span two rows if it is broadcast.
-template <typename T, bool kMayBeWide>
+template <typename E, int kSize>
 struct StraddlingWord {
-  using C = ComputeType<T>;
-  static constexpr int kSize = 16 / sizeof(T);
-  static constexpr bool kWide = kMayBeWide && sizeof(T) < sizeof(C);
-
-  Shifted<T, kSize> word;
-  Shifted<C, kSize> wide_word;
-  T ones[2];
-  C wide_ones[2];
-
-  // For a full input: its elements, aligned.
-  __device__ __forceinline__ void LoadFull(const void* data, int64_t first, bool wide) {
-    if constexpr (kWide) {
-      if (wide) {
-        wide_word.LoadAligned(data, first);
-        return;
-      }
-    }
-    word.LoadAligned(data, first);
-  }
+  Shifted<E, kSize> word;
+  E ones[2];
 
   // The first `left` elements begin at offset `here`, the others at `next`.
   __device__ __forceinline__ void Load(const void* data, uint32_t here, uint32_t next, int left,
-                                       uint32_t words_end, bool is_one, bool wide) {
-    const auto load = [&](auto& some, auto& one) {
-      using E = std::remove_reference_t<decltype(one[0])>;
-      const E* p = static_cast<const E*>(data);
-      if (is_one) {
-        one[0] = p[here];
-        one[1] = p[next];
-      } else if (left < kSize || here + (kSize - 1) >= words_end) {
-        some.Gather(p, here, next, left);
-      } else {
-        some.Load(p, here);
-      }
-    };
-    if constexpr (kWide) {
-      if (wide) {
-        load(wide_word, wide_ones);
-        return;
-      }
+                                       uint32_t words_end, bool is_one) {
+    const E* p = static_cast<const E*>(data);
+    if (is_one) {
+      ones[0] = p[here];
+      ones[1] = p[next];
+    } else if (left < kSize || here + (kSize - 1) >= words_end) {
+      word.Gather(p, here, next, left);
+    } else {
+      word.Load(p, here);
     }
-    load(word, ones);
   }
 
-  __device__ __forceinline__ void Expand(C (&values)[kSize], bool is_one, bool full, bool wide,
+  __device__ __forceinline__ void Expand(ComputeType<E> (&values)[kSize], bool is_one, bool full,
                                          int left) const {
-    const auto expand = [&](const auto& some, const auto& one) {
-      using E = std::remove_const_t<std::remove_reference_t<decltype(one[0])>>;
-      if (is_one) {
-        const C first = ToCompute(one[0]), second = ToCompute(one[1]);
+    if (is_one) {
+      const ComputeType<E> first = ToCompute(ones[0]), second = ToCompute(ones[1]);
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) values[i] = i < left ? first : second;
+      for (int i = 0; i < kSize; ++i) values[i] = i < left ? first : second;
+    } else {
+      E elements[kSize];
+      if (full) {
+        word.TakeAligned(elements);
       } else {
-        E elements[kSize];
-        if (full) {
-          some.TakeAligned(elements);
-        } else {
-          some.Take(elements);
-        }
-        if constexpr (sizeof(E) == sizeof(T)) {
-          Vec<T, 16> whole;
-          memcpy(whole.words, elements, 16);
-          whole.Unpack(values);
-        } else {
-#pragma unroll
-          for (int i = 0; i < kSize; ++i) values[i] = elements[i];
-        }
+        word.Take(elements);
       }
-    };
-    if constexpr (kWide) {
-      if (wide) {
-        expand(wide_word, wide_ones);
-        return;
-      }
+      Vec<E, kSize * sizeof(E)> whole;
+      memcpy(whole.words, elements, sizeof(elements));
+      whole.Unpack(values);
     }
-    expand(word, ones);
+  }
+};
+
+// What is loaded of an input that may have the accumulator type.
+template <template <typename, int> typename Loaded, typename T, int kSize, bool kMayBeWide>
+struct NarrowOrWide {
+  using C = ComputeType<T>;
+  static constexpr bool kWide = kMayBeWide && sizeof(T) < sizeof(C);
+  Loaded<T, kSize> narrow;
+  Loaded<C, kWide ? kSize : 16 / sizeof(C)> wide;
+
+  template <typename Use>
+  __device__ __forceinline__ void With(bool is_wide, const Use& use) {
+    if constexpr (kWide) {
+      if (is_wide) return use(wide);
+    }
+    use(narrow);
   }
 };
 
 // Finds the rows of kCount words, the positions within them, and the row's offset in each array.
 template <typename F>
 struct RowFinder {
-  static constexpr int kArrays = F::kIn;
   const ElementsParams<F>& p;
 
   // Divides `n` by the length of dimension `d`: `n` becomes the remainder, `over` the quotient.
@@ -259,19 +209,14 @@ struct RowFinder {
   }
 
   template <int kCount>
-  __device__ __forceinline__ void Rows(uint32_t (&at)[kCount], uint32_t (&row)[kCount]) const {
-    Divide(p.rank - 1, at, row);
-  }
-
-  template <int kCount>
   __device__ __forceinline__ void Offsets(const uint32_t (&row)[kCount],
-                                          uint32_t (&offset)[kCount][kArrays]) const {
+                                          uint32_t (&offset)[kCount][F::kIn]) const {
     uint32_t digit[kCount], over[kCount];
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
       over[u] = row[u];
 #pragma unroll
-      for (int k = 0; k < kArrays; ++k) offset[u][k] = 0;
+      for (int k = 0; k < F::kIn; ++k) offset[u][k] = 0;
     }
 #pragma unroll 1
     for (int d = p.rank - 2; d >= 0; --d) {
@@ -279,7 +224,7 @@ struct RowFinder {
       for (int u = 0; u < kCount; ++u) digit[u] = over[u];
       if (d > 0) Divide(d, digit, over);
 #pragma unroll
-      for (int k = 0; k < kArrays; ++k) {
+      for (int k = 0; k < F::kIn; ++k) {
         const uint32_t stride = p.stride[k][d];
 #pragma unroll
         for (int u = 0; u < kCount; ++u) offset[u][k] += digit[u] * stride;
@@ -292,10 +237,10 @@ struct RowFinder {
 template <typename F, typename T, bool kRagged, bool kWide>
 __device__ __forceinline__ void ComputeOne(const ElementsParams<F>& p, uint32_t e) {
   using C = ComputeType<T>;
-  uint32_t in_row[1] = {e}, row[1], offset[1][RowFinder<F>::kArrays] = {};
+  uint32_t in_row[1] = {e}, row[1], offset[1][F::kIn] = {};
   if constexpr (kRagged) {
     const RowFinder<F> find{p};
-    find.Rows(in_row, row);
+    find.Divide(p.rank - 1, in_row, row);
     find.Offsets(row, offset);
   }
   C x[F::kIn], y[1];
@@ -324,8 +269,8 @@ __device__ __forceinline__ void ElementsLoop(const ElementsParams<F>& p) {
   constexpr int kBytes = kAccess == Access::kElements ? sizeof(T) : 16;
   constexpr int kSize = kBytes / sizeof(T), kWords = kElementsWords<F, T, kAccess, kWide>;
   constexpr int kIn = F::kIn;
-  using Loaded =
-      std::conditional_t<kRagged, StraddlingWord<T, kWide>, LoadedWord<T, kBytes, kWide>>;
+  using Loaded = std::conditional_t<kRagged, NarrowOrWide<StraddlingWord, T, kSize, kWide>,
+                                    NarrowOrWide<LoadedWord, T, kSize, kWide>>;
   const RowFinder<F> find{p};
   const auto is_full = [&](int k) { return p.in_class[k] == OperandClass::kFull; };
   const auto is_one = [&](int k) {
@@ -351,11 +296,13 @@ __device__ __forceinline__ void ElementsLoop(const ElementsParams<F>& p) {
 #pragma unroll
     for (int k = 0; k < kIn; ++k) {
       if (!is_full(k)) continue;
-      if constexpr (kRagged) {
-        loaded[u][k].LoadFull(p.in[k], at, p.wide[k]);
-      } else {
-        loaded[u][k].Load(p.in[k], at, is_one_of_word(k), p.wide[k]);
-      }
+      loaded[u][k].With(p.wide[k], [&](auto& its) {
+        if constexpr (kRagged) {
+          its.word.LoadAligned(p.in[k], at);
+        } else {
+          its.Load(p.in[k], at, is_one_of_word(k));
+        }
+      });
     }
   }
 
@@ -365,7 +312,7 @@ __device__ __forceinline__ void ElementsLoop(const ElementsParams<F>& p) {
   for (int u = 0; u < kWords; ++u) {
     in_row[u] = static_cast<uint32_t>(first + u * kElementsThreads) * (kRagged ? kSize : 1);
   }
-  find.Rows(in_row, row);
+  find.Divide(p.rank - 1, in_row, row);
   find.Offsets(row, offset);
 
   int left[kWords];  // ragged: elements from the word's first one to the end of its row
@@ -385,14 +332,17 @@ __device__ __forceinline__ void ElementsLoop(const ElementsParams<F>& p) {
       for (int k = 0; k < kIn; ++k) {
         if (is_full(k)) continue;
         const uint32_t here = offset[u][k] + (is_one(k) ? 0 : in_row[u]);
-        loaded[u][k].Load(p.in[k], here, next[0][k], left[u], p.words_end[k], is_one(k), p.wide[k]);
+        loaded[u][k].With(p.wide[k], [&](auto& its) {
+          its.Load(p.in[k], here, next[0][k], left[u], p.words_end[k], is_one(k));
+        });
       }
     } else {
 #pragma unroll
       for (int k = 0; k < kIn; ++k) {
         if (is_full(k)) continue;
-        loaded[u][k].Load(p.in[k], offset[u][k] + (is_one(k) ? 0 : in_row[u] * kSize),
-                          is_one_of_word(k), p.wide[k]);
+        loaded[u][k].With(p.wide[k], [&](auto& its) {
+          its.Load(p.in[k], offset[u][k] + (is_one(k) ? 0 : in_row[u] * kSize), is_one_of_word(k));
+        });
       }
     }
   }
@@ -404,11 +354,13 @@ __device__ __forceinline__ void ElementsLoop(const ElementsParams<F>& p) {
       C values[kIn][kSize], results[kSize];
 #pragma unroll
       for (int k = 0; k < kIn; ++k) {
-        if constexpr (kRagged) {
-          loaded[u][k].Expand(values[k], is_one(k), is_full(k), p.wide[k], left[u]);
-        } else {
-          loaded[u][k].Expand(values[k], is_one_of_word(k), p.wide[k]);
-        }
+        loaded[u][k].With(p.wide[k], [&](auto& its) {
+          if constexpr (kRagged) {
+            its.Expand(values[k], is_one(k), is_full(k), left[u]);
+          } else {
+            its.Expand(values[k], is_one_of_word(k));
+          }
+        });
       }
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
