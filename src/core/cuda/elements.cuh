@@ -106,26 +106,50 @@ struct ElementsParams {
   F f;
 };
 
-// The loaded bits of an input's elements of one word. `one` is used if the row has one element.
-template <typename E, int kSize>
+// The loaded bits of an input's elements of one word.
+template <typename T, int kBytes, bool kMayBeWide>
 struct LoadedWord {
-  Vec<E, kSize * sizeof(E)> word;
-  E one;
+  using C = ComputeType<T>;
+  static constexpr int kSize = kBytes / sizeof(T);
+  static constexpr bool kWide = kMayBeWide && sizeof(T) < sizeof(C);
+
+  Vec<T, kBytes> word;
+  T one;
+  C wide_word[kWide ? kSize : 1];
+  C wide_one;
 
   // `offset` is in elements.
-  __device__ __forceinline__ void Load(const void* data, int64_t offset, bool is_one) {
-    const E* p = static_cast<const E*>(data) + offset;
+  __device__ __forceinline__ void Load(const void* data, int64_t offset, bool is_one, bool wide) {
+    if constexpr (kWide) {
+      if (wide) {
+        const C* p = static_cast<const C*>(data) + offset;
+        if (is_one) {
+          wide_one = *p;
+        } else {
+          LoadParameter<C, C>(p, 0, wide_word);
+        }
+        return;
+      }
+    }
+    const T* p = static_cast<const T*>(data) + offset;
     if (is_one) {
       one = *p;
     } else {
-      word = word.Load(p);
+      word = Vec<T, kBytes>::Load(p);
     }
   }
 
   // Branches on the class once per word.
-  __device__ __forceinline__ void Expand(ComputeType<E> (&values)[kSize], bool is_one) const {
+  __device__ __forceinline__ void Expand(C (&values)[kSize], bool is_one, bool wide) const {
+    if constexpr (kWide) {
+      if (wide) {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) values[i] = is_one ? wide_one : wide_word[i];
+        return;
+      }
+    }
     if (is_one) {
-      const ComputeType<E> the_one = ToCompute(one);  // once: conversions are not merged
+      const C the_one = ToCompute(one);  // once: conversions are not merged
 #pragma unroll
       for (int i = 0; i < kSize; ++i) values[i] = the_one;
     } else {
@@ -135,59 +159,84 @@ struct LoadedWord {
 };
 
 // An input's elements of a word at any address, which may span two rows if it is broadcast.
-template <typename E, int kSize>
+template <typename T, bool kMayBeWide>
 struct StraddlingWord {
-  Shifted<E, kSize> word;
-  E ones[2];
+  using C = ComputeType<T>;
+  static constexpr int kSize = 16 / sizeof(T);
+  static constexpr bool kWide = kMayBeWide && sizeof(T) < sizeof(C);
+
+  Shifted<T, kSize> word;
+  Shifted<C, kSize> wide_word;
+  T ones[2];
+  C wide_ones[2];
+
+  // For a full input: its elements, aligned.
+  __device__ __forceinline__ void LoadFull(const void* data, int64_t first, bool wide) {
+    if constexpr (kWide) {
+      if (wide) {
+        wide_word.LoadAligned(data, first);
+        return;
+      }
+    }
+    word.LoadAligned(data, first);
+  }
 
   // The first `left` elements begin at offset `here`, the others at `next`.
   __device__ __forceinline__ void Load(const void* data, uint32_t here, uint32_t next, int left,
-                                       uint32_t words_end, bool is_one) {
-    const E* p = static_cast<const E*>(data);
-    if (is_one) {
-      ones[0] = p[here];
-      ones[1] = p[next];
-    } else if (left < kSize || here + (kSize - 1) >= words_end) {
-      word.Gather(p, here, next, left);
-    } else {
-      word.Load(p, here);
-    }
-  }
-
-  __device__ __forceinline__ void Expand(ComputeType<E> (&values)[kSize], bool is_one, bool full,
-                                         int left) const {
-    if (is_one) {
-      const ComputeType<E> first = ToCompute(ones[0]), second = ToCompute(ones[1]);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) values[i] = i < left ? first : second;
-    } else {
-      E elements[kSize];
-      if (full) {
-        word.TakeAligned(elements);
+                                       uint32_t words_end, bool is_one, bool wide) {
+    const auto load = [&](auto& some, auto& one) {
+      using E = std::remove_reference_t<decltype(one[0])>;
+      const E* p = static_cast<const E*>(data);
+      if (is_one) {
+        one[0] = p[here];
+        one[1] = p[next];
+      } else if (left < kSize || here + (kSize - 1) >= words_end) {
+        some.Gather(p, here, next, left);
       } else {
-        word.Take(elements);
+        some.Load(p, here);
       }
-      Vec<E, kSize * sizeof(E)> whole;
-      memcpy(whole.words, elements, sizeof(elements));
-      whole.Unpack(values);
-    }
-  }
-};
-
-// What is loaded of an input that may have the accumulator type.
-template <template <typename, int> typename Loaded, typename T, int kSize, bool kMayBeWide>
-struct NarrowOrWide {
-  using C = ComputeType<T>;
-  static constexpr bool kWide = kMayBeWide && sizeof(T) < sizeof(C);
-  Loaded<T, kSize> narrow;
-  Loaded<C, kWide ? kSize : 16 / sizeof(C)> wide;
-
-  template <typename Use>
-  __device__ __forceinline__ void With(bool is_wide, const Use& use) {
+    };
     if constexpr (kWide) {
-      if (is_wide) return use(wide);
+      if (wide) {
+        load(wide_word, wide_ones);
+        return;
+      }
     }
-    use(narrow);
+    load(word, ones);
+  }
+
+  __device__ __forceinline__ void Expand(C (&values)[kSize], bool is_one, bool full, bool wide,
+                                         int left) const {
+    const auto expand = [&](const auto& some, const auto& one) {
+      using E = std::remove_const_t<std::remove_reference_t<decltype(one[0])>>;
+      if (is_one) {
+        const C first = ToCompute(one[0]), second = ToCompute(one[1]);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) values[i] = i < left ? first : second;
+      } else {
+        E elements[kSize];
+        if (full) {
+          some.TakeAligned(elements);
+        } else {
+          some.Take(elements);
+        }
+        if constexpr (sizeof(E) == sizeof(T)) {
+          Vec<T, 16> whole;
+          memcpy(whole.words, elements, 16);
+          whole.Unpack(values);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) values[i] = elements[i];
+        }
+      }
+    };
+    if constexpr (kWide) {
+      if (wide) {
+        expand(wide_word, wide_ones);
+        return;
+      }
+    }
+    expand(word, ones);
   }
 };
 
@@ -269,8 +318,8 @@ __device__ __forceinline__ void ElementsLoop(const ElementsParams<F>& p) {
   constexpr int kBytes = kAccess == Access::kElements ? sizeof(T) : 16;
   constexpr int kSize = kBytes / sizeof(T), kWords = kElementsWords<F, T, kAccess, kWide>;
   constexpr int kIn = F::kIn;
-  using Loaded = std::conditional_t<kRagged, NarrowOrWide<StraddlingWord, T, kSize, kWide>,
-                                    NarrowOrWide<LoadedWord, T, kSize, kWide>>;
+  using Loaded =
+      std::conditional_t<kRagged, StraddlingWord<T, kWide>, LoadedWord<T, kBytes, kWide>>;
   const RowFinder<F> find{p};
   const auto is_full = [&](int k) { return p.in_class[k] == OperandClass::kFull; };
   const auto is_one = [&](int k) {
@@ -296,13 +345,11 @@ __device__ __forceinline__ void ElementsLoop(const ElementsParams<F>& p) {
 #pragma unroll
     for (int k = 0; k < kIn; ++k) {
       if (!is_full(k)) continue;
-      loaded[u][k].With(p.wide[k], [&](auto& its) {
-        if constexpr (kRagged) {
-          its.word.LoadAligned(p.in[k], at);
-        } else {
-          its.Load(p.in[k], at, is_one_of_word(k));
-        }
-      });
+      if constexpr (kRagged) {
+        loaded[u][k].LoadFull(p.in[k], at, p.wide[k]);
+      } else {
+        loaded[u][k].Load(p.in[k], at, is_one_of_word(k), p.wide[k]);
+      }
     }
   }
 
@@ -332,17 +379,14 @@ __device__ __forceinline__ void ElementsLoop(const ElementsParams<F>& p) {
       for (int k = 0; k < kIn; ++k) {
         if (is_full(k)) continue;
         const uint32_t here = offset[u][k] + (is_one(k) ? 0 : in_row[u]);
-        loaded[u][k].With(p.wide[k], [&](auto& its) {
-          its.Load(p.in[k], here, next[0][k], left[u], p.words_end[k], is_one(k));
-        });
+        loaded[u][k].Load(p.in[k], here, next[0][k], left[u], p.words_end[k], is_one(k), p.wide[k]);
       }
     } else {
 #pragma unroll
       for (int k = 0; k < kIn; ++k) {
         if (is_full(k)) continue;
-        loaded[u][k].With(p.wide[k], [&](auto& its) {
-          its.Load(p.in[k], offset[u][k] + (is_one(k) ? 0 : in_row[u] * kSize), is_one_of_word(k));
-        });
+        loaded[u][k].Load(p.in[k], offset[u][k] + (is_one(k) ? 0 : in_row[u] * kSize),
+                          is_one_of_word(k), p.wide[k]);
       }
     }
   }
@@ -354,13 +398,11 @@ __device__ __forceinline__ void ElementsLoop(const ElementsParams<F>& p) {
       C values[kIn][kSize], results[kSize];
 #pragma unroll
       for (int k = 0; k < kIn; ++k) {
-        loaded[u][k].With(p.wide[k], [&](auto& its) {
-          if constexpr (kRagged) {
-            its.Expand(values[k], is_one(k), is_full(k), left[u]);
-          } else {
-            its.Expand(values[k], is_one_of_word(k));
-          }
-        });
+        if constexpr (kRagged) {
+          loaded[u][k].Expand(values[k], is_one(k), is_full(k), p.wide[k], left[u]);
+        } else {
+          loaded[u][k].Expand(values[k], is_one_of_word(k), p.wide[k]);
+        }
       }
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
