@@ -261,6 +261,8 @@ def segment_sum(
             "be one id for each row"
         )
     if num_segments is None:
+        if isinstance(ids, jax.core.Tracer):
+            raise TypeError(f"{name}: num_segments is None; it must be given if ids are traced")
         num_segments = int(np.max(ids)) + 1 if ids.size else 0
     x = not_weak(x)
     if jax.export.is_symbolic_dim(num_segments):
@@ -331,6 +333,12 @@ def _take_pullback(residuals, cts, *, fill: bool, rows: int):
     return *jax.vjp(functools.partial(_taken, ids=ids, fill=fill), table)[1](ct.astype(wide)), None
 
 
+def _take_pushforward(residuals, tangents, *, fill: bool, rows: int):
+    """A row of NaN does not depend on the table."""
+    del rows
+    return _rows(tangents[0], *residuals) if fill else _taken(tangents[0], *residuals, fill=False)
+
+
 _TAKE = Op(
     "take",
     "v c, ... -> ... c",
@@ -341,11 +349,9 @@ _TAKE = Op(
     forward=lambda table, ids, *, fill, rows: _taken(table, ids, fill=fill),
     residuals=lambda args, outs, saved: args[1:],
     pullback=_take_pullback,
-    pushforward=lambda residuals, tangents, *, fill, rows: _taken(
-        tangents[0], *residuals, fill=fill
-    ),
+    pushforward=_take_pushforward,
     backward=_table_gradient,
-    tangent=lambda residuals, tangents, *, fill, rows: _taken(tangents[0], *residuals, fill=fill),
+    tangent=_take_pushforward,
 )
 
 
