@@ -102,8 +102,9 @@ class Plan:
                 if value not in needed or value in self.replaced:
                     continue
                 rewrite = self.search.find(value)
-                refused = self._reads_own_result, self._differs_in_context
-                if rewrite is None or any(reason(rewrite) for reason in refused):
+                if rewrite is not None and self._differs_in_context(rewrite):
+                    rewrite = None
+                if rewrite is None or self._reads_own_result(rewrite):
                     stays = True
                     continue
                 self.rewrites.append(rewrite)
