@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -242,7 +243,7 @@ def segment_sum(
 
     Raises:
       TypeError: an argument is not an array, ``segment_ids`` are not integers, or ``num_segments``
-        is not an integer.
+        is not an integer, or ``None`` while ``segment_ids`` are traced.
       ValueError: there is not one id for each row, or ``num_segments`` is negative.
 
     Source: Merrill and Garland, "Merge-based parallel sparse matrix-vector multiplication" (2016).
@@ -262,7 +263,9 @@ def segment_sum(
         )
     if num_segments is None:
         if isinstance(ids, jax.core.Tracer):
-            raise TypeError(f"{name}: num_segments is None; it must be given if ids are traced")
+            raise TypeError(
+                f"{name}: num_segments is None; it must be given if segment_ids are traced"
+            )
         num_segments = int(np.max(ids)) + 1 if ids.size else 0
     x = not_weak(x)
     if jax.export.is_symbolic_dim(num_segments):
