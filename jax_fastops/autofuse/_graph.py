@@ -128,7 +128,7 @@ _KEPT = LOCAL | {"dot_general", "conv_general_dilated", "gather"}
 
 
 @functools.lru_cache(4096)
-def _jitted(primitive: Any, params: tuple) -> Callable[..., Any]:
+def _jitted(primitive: Any, params: tuple, fill_value: str) -> Callable[..., Any]:
     return jax.jit(lambda *args: primitive.bind(*args, **dict(params)), inline=_compat.INLINE)
 
 
@@ -146,7 +146,9 @@ def bind(equation, args: Sequence[Any]) -> list:
     stack = source_info_util.current_name_stack() + source.name_stack
     with source_info_util.user_context(source.traceback, name_stack=stack), equation.ctx.manager:
         if primitive.name in _KEPT and _may_be_differentiated(args):
-            results = _jitted(primitive, tuple(equation.params.items()))(*args)
+            params = equation.params  # 0, -0.0 and False are equal
+            fill_value = str(params.get("fill_value"))
+            results = _jitted(primitive, tuple(params.items()), fill_value)(*args)
         else:
             subfunctions, params = _compat.bind_params(primitive, equation.params)
             results = primitive.bind(*subfunctions, *args, **params)
