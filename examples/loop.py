@@ -440,7 +440,10 @@ def run(job: Job, checkpoints: Checkpoints | None, console: Console, asked: list
                 checkpoints.save(step, state)
             if (step % options.every == 0 or step == last) and (found := job.evaluate(state)):
                 texts = {k: repr(v) if isinstance(v, str) else f"{v:.4f}" for k, v in found.items()}
-                shown.line(f"step {step}: {', '.join(map(' '.join, texts.items()))}")
+                line = f"step {step}: {', '.join(map(' '.join, texts.items()))}"
+                shown.line(
+                    line.encode(console.encoding, "backslashreplace").decode(console.encoding)
+                )
             if ends:
                 break
     return state, losses

@@ -87,6 +87,7 @@ ONE_MASK = {
     "other factor": lambda x, k: (drop(x, k), jnp.where(kept(x, k), x / 0.5, 0)),
     "fold": lambda x, k: (drop(x, fold(k)), kept(x, fold(k))),
     "copy": lambda x, k: (drop(x, k), kept(x, copy(k))),
+    "barrier": lambda x, k: (drop(x, k), kept(x, lax.optimization_barrier(k))),
     "flat": lambda x, k: (drop(x, k), kept(x.ravel(), k).reshape(x.shape)),
     "softmax": lambda x, k: (drop(softmax(x), k), kept(x, k)),
     "keys": lambda x, k: [jax.vmap(f)(x, jax.random.split(k, 4)) for f in (drop, kept)],

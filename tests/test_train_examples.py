@@ -263,6 +263,7 @@ def test_processes(start, tmp_path, model, killed, resumed, options):
     steps = len(before) + 5
     first, *others = [finished(process) for process in run(resumed, several, steps)]
     assert f"Going on from step {step}." in first
+    assert (", sample " in first) == (model == "decoder" and options != ["--stages=2"])
     assert not any("step" in output for output in others)  # only process 0 reports
     output = finished(*run(1, one, steps))
     assert (model == "decoder") == (f"step {steps}: " in output and ", sample " in output)

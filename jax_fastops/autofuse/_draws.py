@@ -18,7 +18,8 @@ from jax_fastops.autofuse._value import Value
 class Draws:
     """How often a program draws bits of one key and size.
 
-    Equal values have equal numbers. Those of a loop are compared in its first step.
+    Values that are computed in the same way have equal numbers. A value of a loop has that of its
+    first step, but an element of an array that a loop goes through has a number of its own.
     """
 
     def __init__(self, jaxpr, constants: Sequence[Any], args: Sequence[Any]):
@@ -37,6 +38,9 @@ class Draws:
             key = ("array", id(x)) if known is None else ("number", known.tobytes())
             numbers[value] = self._number(*key)
         for node in graph.nodes:
+            if node.name == "optimization_barrier":
+                numbers |= {v: numbers[x] for v, x in zip(node.outputs, node.inputs, strict=True)}
+                continue
             before = node.inputs[0].node if node.inputs else node
             if (before.name, node.name) == ("random_unwrap", "random_wrap"):
                 numbers[node.outputs[0]] = numbers[before.inputs[0]]

@@ -252,7 +252,7 @@ struct GridPlan {
 template <typename Ring, typename V>
 bool MakeGridPlan(const BatchNormCall& call, const ResidentDevice& device, int64_t pairs,
                   GridPlan* plan) {
-  constexpr int64_t kLeast = kRingAhead * Ring::kStep, kKept = Ring::kKept;
+  constexpr int64_t kMinSlots = kRingAhead * Ring::kStep, kKept = Ring::kKept;
   constexpr int kFold = kFoldBytes<V>;
   const BatchNormShape& shape = call.shape;
   const int64_t blocks = int64_t{device.processors} * kResidentBlocks;
@@ -278,8 +278,8 @@ bool MakeGridPlan(const BatchNormCall& call, const ResidentDevice& device, int64
 
   const int64_t turns = TurnsOf(g), longest = CeilDiv(turns, g.parts);
   const int64_t most = (device.shared_bytes - kFold) / Ring::kSlotBytes;
-  if (most < kLeast) return false;
-  p.slots = static_cast<int32_t>(std::max(kLeast, std::min(most, longest - kKept)));
+  if (most < kMinSlots) return false;
+  p.slots = static_cast<int32_t>(std::max(kMinSlots, std::min(most, longest - kKept)));
   plan->shared_bytes = kFold + p.slots * Ring::kSlotBytes;
   plan->kept = std::min(1.0, static_cast<double>(p.slots + kKept) / longest);
   plan->spread =
@@ -310,13 +310,13 @@ template <typename Ring, typename V, typename Params, typename Pays>
 cudaError_t LaunchGrid(const BatchNormCall& call, int arrays, int64_t pairs, void (*kernel)(Params),
                        Params (*params)(const BatchNormCall&, const GridPlan&), const Pays& pays,
                        cudaStream_t stream) {
-  constexpr int64_t kLeastBytes = 4 << 20;  // for smaller arrays the barriers dominate the time
+  constexpr int64_t kMinBytes = 4 << 20;  // for smaller arrays the barriers dominate the time
   const int64_t size = call.shape.groups * call.shape.group_size() * DTypeSize(call.dtype);
   ResidentDevice device;
   const cudaError_t error = GetResidentDevice(&device);
   if (error != cudaSuccess) return error;
   GridPlan plan;
-  if (arrays * size < kLeastBytes || device.processors == 0 ||
+  if (arrays * size < kMinBytes || device.processors == 0 ||
       !MakeGridPlan<Ring, V>(call, device, pairs, &plan) || !pays(plan)) {
     return cudaErrorCooperativeLaunchTooLarge;
   }

@@ -629,10 +629,10 @@ class Piece {
 
   BlockArray Input(int i, int64_t n) {
     const Slot& s = plan_.slot[i];
-    char* const from = s.At(offset_[i]);
     BlockArray array;
     array.wide = s.storage == Storage::kWide;
     if (s.data == nullptr) return array;
+    char* const from = s.At(offset_[i]);
     if (s.pattern == Pattern::kDense) {
       array.data = from;
       return array;

@@ -257,7 +257,7 @@ constexpr int64_t kSumRows = 128;
 struct Cut {
   int64_t fold, width, rows, rest;
   int64_t columns, tiles;
-  int64_t chunk_rows, chunks;
+  int64_t chunk_rows = 0, chunks = 1;
 
   // `buffer_bytes` is the size of an element in a buffer, or 0 without a buffer, and `bytes` its
   // size in the arrays.
@@ -325,9 +325,9 @@ struct Columns : Job {
   }
 
   // Sets the mask of a tile's rows, which begin with folded row `row` and with column `column`.
-  // Gathers it into `bytes` if it is not in place.
-  void SetMask(int64_t outer, int64_t column, int64_t row, std::vector<int64_t>& offsets,
-               uint8_t* bytes, SoftmaxTile* tile) const {
+  // Gathers it into the bytes of the workspace, from `place` on, if it is not in place.
+  void SetMask(int64_t outer, int64_t column, int64_t row, Workspace<Scalar>& workspace,
+               int64_t place, SoftmaxTile* tile) const {
     if (mask.data == nullptr) return;
     const int64_t row_stride = cut.fold * mask.stride;
     const uint8_t* first = mask.data + mask.outer.Offset(outer) + row * row_stride;
@@ -336,6 +336,8 @@ struct Columns : Job {
       tile->mask_stride = row_stride;
       return;
     }
+    std::vector<int64_t>& offsets = workspace.offsets;
+    uint8_t* bytes = workspace.bytes.begin() + place;
     const size_t columns = static_cast<size_t>(tile->columns);
     const bool uniform = mask.inner.rank == 0 && cut.fold == 1;
     if (!uniform) {
@@ -366,8 +368,7 @@ struct Columns : Job {
     const int64_t column = tile * cut.columns, first = chunk * cut.chunk_rows;
     const auto over = [&](int64_t row, int64_t rows, int64_t columns) {
       SoftmaxTile part = {rows, columns, cut.width, nullptr, 0, width};
-      uint8_t* const bytes = workspace.bytes.begin() + (row - first) * width;
-      if (masked) SetMask(outer, column, row, workspace.offsets, bytes, &part);
+      if (masked) SetMask(outer, column, row, workspace, (row - first) * width, &part);
       const int64_t element = outer * shape.n * shape.inner + row * cut.width + column;
       body(part, element * itemsize, row - first);
     };
