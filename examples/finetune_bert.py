@@ -52,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{len(tokens)} rows of {job.length} tokens; {(tokens > 0).mean():.1%} is not padding",
         highlight=False,
     )
-    if job.unknown() > 0.1:
+    if (unknown := job.unknown()) > 0.1:
         console.print(
-            f"{job.unknown():.0%} of the tokens are unknown to the tokenizer: is it the right one?",
+            f"{unknown:.0%} of the tokens are unknown to the tokenizer: is it the right one?",
             highlight=False,
         )
     state, losses = loop.train(job, console)

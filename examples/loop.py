@@ -318,6 +318,8 @@ class Shown:
             self.line(f"step {step}/{self.last}, {text}, {left} left")
 
     def line(self, text: str) -> None:
+        encoding = self.console.encoding  # which may lack characters of the text
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
         self.console.print(text, highlight=False, soft_wrap=True)
 
 
@@ -440,10 +442,7 @@ def run(job: Job, checkpoints: Checkpoints | None, console: Console, asked: list
                 checkpoints.save(step, state)
             if (step % options.every == 0 or step == last) and (found := job.evaluate(state)):
                 texts = {k: repr(v) if isinstance(v, str) else f"{v:.4f}" for k, v in found.items()}
-                line = f"step {step}: {', '.join(map(' '.join, texts.items()))}"
-                shown.line(
-                    line.encode(console.encoding, "backslashreplace").decode(console.encoding)
-                )
+                shown.line(f"step {step}: {', '.join(map(' '.join, texts.items()))}")
             if ends:
                 break
     return state, losses

@@ -15,15 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("native")]
 X = jax.random.normal(jax.random.key(0), (4, 40)) + 3
 S = jnp.linspace(0.5, 1.5, 40)
-
-
-@pytest.fixture(autouse=True)
-def native():
-    with fo.use_implementation("native"):
-        yield
 
 
 def names(f, *args):

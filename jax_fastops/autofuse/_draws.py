@@ -22,10 +22,10 @@ class Draws:
     first step, but an element of an array that a loop goes through has a number of its own.
     """
 
-    def __init__(self, jaxpr, constants: Sequence[Any], args: Sequence[Any]):
+    def __init__(self, graph: Graph, args: Sequence[Any]):
         self._numbers: dict[tuple, int] = {}
         self.args = [self._number("array", id(x)) for x in args]
-        self._counts = self._count(jaxpr, constants, self.args)
+        self._counts = self._count(graph, self.args)
 
     def _number(self, *key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
@@ -81,8 +81,7 @@ class Draws:
                 marks.append((bits[0].place, is_drawn_again))
         return tuple(marks)
 
-    def _count(self, jaxpr, constants: Sequence[Any], given: Sequence[int]) -> Counter:
-        graph = Graph(jaxpr, constants, link=False)
+    def _count(self, graph: Graph, given: Sequence[int]) -> Counter:
         numbers = self.numbers(graph, given)
         counts = Counter({draw: len(bits) for draw, bits in _equal_draws(graph, numbers).items()})
         for node in graph.nodes:
@@ -93,7 +92,7 @@ class Draws:
                 for body in bodies if isinstance(bodies, (tuple, list)) else (bodies,):
                     if has_draws(opened(body)[0]):
                         own = self.given(node.equation, param, [numbers[v] for v in node.operands])
-                        inner.append(self._count(*opened(body), own))
+                        inner.append(self._count(Graph(*opened(body), link=False), own))
             join = operator.or_ if name == "cond" else operator.add  # one branch runs
             counts += functools.reduce(join, inner, Counter())
         return counts

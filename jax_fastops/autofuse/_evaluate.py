@@ -256,10 +256,10 @@ class Settings(NamedTuple):
 
 def fused(jaxpr, constants: Sequence[Any], args: Sequence[Any], settings: Settings) -> list:
     """The results of a program, with the calls of ops in place of patterns."""
-    if settings.dropout and settings.draws is None and has_draws(jaxpr):
-        draws = Draws(jaxpr, constants, args)
-        settings = settings._replace(draws=draws, given=draws.args)
     graph = Graph(jaxpr, constants, link=False)
+    if settings.dropout and settings.draws is None and has_draws(jaxpr):
+        draws = Draws(graph, args)
+        settings = settings._replace(draws=draws, given=draws.args)
     plan = Plan(graph, settings)
     if settings.observe is not None:
         settings.observe(plan)

@@ -54,9 +54,8 @@ template <typename T, int kArrays, int kMore = 0>
 struct RingOf {
   static constexpr int kAccesses = UnitVec<T>::kAccesses;  // of a unit of one array
   static constexpr int kSlotBytes = kThreads * (kArrays * kAccesses * 16 + kMore);
-  static constexpr int kStep =
-      4 / kArrays / kAccesses;  // units that are copied, and used, at a time
-  static constexpr int kKept = kKeptWords / kArrays / kAccesses;  // units in registers
+  // Units that are copied, and used, at a time; units in registers.
+  static constexpr int kStep = 4 / kArrays / kAccesses, kKept = kKeptWords / kArrays / kAccesses;
 };
 
 // Bytes of shared memory for a Fold of `V`.

@@ -10,13 +10,6 @@ inline constexpr int kMaxRowThreads = 1024;   // of a block
 inline constexpr int kShortRowThreads = 256;  // of a block of short rows
 inline constexpr int kMaxRowCluster = 8;      // blocks of a cluster
 
-// ceil(log2(n)); 0 for 0.
-constexpr int CeilLog2(int64_t n) {
-  int log = 0;
-  while (int64_t{1} << log < n) ++log;
-  return log;
-}
-
 // Whether such rows have a ShortRowsKernel. Reductions of wider elements are faster in registers.
 constexpr bool MayBeShort(bool reduces, int itemsize) { return !reduces || itemsize == 2; }
 

@@ -681,7 +681,7 @@ class Piece {
     }
     array.data = s.At(offset_[at]);
     array.wide = s.storage == Storage::kWide;
-    array.stream = plan_.stream[i] && reinterpret_cast<uintptr_t>(array.data) % 64 == 0;
+    array.stream = plan_.stream[i] && IsWholeLines(array.data);
     streamed_ |= array.stream;
     return array;
   }
