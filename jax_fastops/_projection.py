@@ -1,7 +1,8 @@
-"""Attention of one projection: by the kernel of short sequences, by cuDNN, or by a softmax."""
+"""Attention of one projection: by a kernel of its own, by cuDNN, or by a softmax."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import merge_last, split, whole
 from jax_fastops.heads import merge_heads, split_qkv_heads
 
-_HEAD, _LENGTH = 64, 128  # of the kernel, as in src/short_attention/short_attention.h
+_HEAD, _LENGTH = 64, 4096  # of the kernels, as in src/short_attention/short_attention.h
 
 
 def by_engines(
@@ -61,7 +62,7 @@ def by_engines(
     return call(qkv, size=size, view=view, otherwise=by_softmax)
 
 
-# ---- the op: attention of short sequences --------------------------------------------------------
+# ---- the ops: attention of short and middling sequences, in a batch and in a list ----------------
 
 _KERNEL = Kernel.declare(
     "short_attention",
@@ -101,25 +102,97 @@ _OP = Op(
     shared={"qkv_bias": 1},
 )
 
+_LIST_KERNEL = Kernel.declare(
+    "list_attention",
+    "qkv: ... t a, bias?: a :acc?, offsets: ... n :int32 -> y: ... t ceil(a/3)",
+    scale=np.float64,
+    length=np.int64,
+)
 
-def takes_bias(qkv: Any, num_heads: int) -> bool:
-    """Whether the kernel of short sequences adds the bias of such a projection.
 
-    It does so in calls that are not differentiated and have only lengths or a mask of keys.
+def _list_forward(*operands, heads: int, scale: float, length: int):
+    del heads
+    return _LIST_KERNEL(*operands, scale=scale, length=length).y
+
+
+def _list_reference(qkv, bias, offsets, *, heads: int, scale: float, length: int):
+    def example(qkv, offsets):
+        size = qkv.shape[0]
+        starts, counts = offsets[:-1, None], jnp.diff(offsets)
+        place = jnp.arange(length, dtype=jnp.int32)
+        rows = _filled(qkv, jnp.where(place < counts[:, None], starts + place, size))
+        y = _reference(rows, bias, None, counts, counts, heads=heads, scale=scale)
+        at = jnp.arange(size, dtype=jnp.int32)
+        row = jnp.searchsorted(offsets[1:], at, side="right").astype(jnp.int32)
+        in_rows = row * length + at - starts[jnp.minimum(row, counts.size - 1), 0]
+        inside = at < offsets[-1]
+        return _filled(y.reshape(-1, y.shape[-1]), jnp.where(inside, in_rows, y.size))
+
+    return over_leading(example, 2)(qkv, offsets)
+
+
+def _filled(x, index):
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+_LIST_OP = Op(
+    "list_attention",
+    "... t a, a, ... n -> ... t ceil(a/3)",
+    _list_reference,
+    family="attention",
+    kernels=(_LIST_KERNEL,),
+    forward=_list_forward,
+    data=(2,),
+    shared={"qkv_bias": 1},
+)
+
+
+def attend_list(qkv: Any, qkv_bias: Any, offsets: Any, *, length: int, num_heads: int) -> jax.Array:
+    """Attention of a list of sequences, each of which sees itself.
+
+    Args:
+      qkv: ``[T, 3 * num_heads * 64]``, the sequences one after the other.
+      qkv_bias: ``[3 * num_heads * 64]``.
+      offsets: int32 ``[n + 1]``: where the sequences begin, and where the last one ends. The result
+        is 0 after that.
+      length: of the longest sequence, at most 4096.
+      num_heads: the number of heads.
+
+    Returns:
+      ``[T, num_heads * 64]``.
     """
-    if not _fits(qkv, num_heads):
+    if qkv_bias.dtype != qkv.dtype:
+        qkv_bias = qkv_bias.astype(accumulator_dtype(qkv.dtype))
+    options = dict(heads=num_heads, scale=1 / math.sqrt(_HEAD), length=length)
+    return _LIST_OP(qkv, qkv_bias, offsets, features=_features(length, True), **options)
+
+
+def takes_bias(qkv: Any, num_heads: int, masked: bool, longest: int | None = None) -> bool:
+    """Whether a kernel adds the bias of such a projection ``[B, L, features]``.
+
+    It does so in calls that are not differentiated and have only lengths or a mask of keys; if
+    they have, they are ``masked``. ``longest`` is given for a list ``[1, T, features]``: the length
+    of the longest sequence.
+    """
+    length = qkv.shape[1] if longest is None else longest
+    if not _fits(qkv, num_heads, length):
         return False
-    name, features = _OP.name, (("keys", qkv.shape[1]),)
-    request = _dispatch.Request(_implementation.current(), name, str(qkv.dtype), features)
-    return _OP.decide(request, _dispatch.lowering_platform()).forward.kernel
+    op, features = _OP if longest is None else _LIST_OP, _features(length, masked)
+    asked = tuple(features.items())
+    request = _dispatch.Request(_implementation.current(), op.name, str(qkv.dtype), asked)
+    return op.decide(request, _dispatch.lowering_platform()).forward.kernel
 
 
-def _fits(qkv: Any, num_heads: int) -> bool:
-    """Whether the kernel of short sequences has the dtype, the length and the heads."""
+def _features(length: int, masked: bool) -> dict[str, int]:
+    return {"keys": length, "masked": int(masked)}
+
+
+def _fits(qkv: Any, num_heads: int, length: Any) -> bool:
+    """Whether the kernels have the dtype, the length and the heads."""
     return (
         str(qkv.dtype) in ("bfloat16", "float16")
-        and isinstance(qkv.shape[1], int)
-        and qkv.shape[1] <= _LENGTH
+        and isinstance(length, int)
+        and length <= _LENGTH
         and 0 not in qkv.shape
         and qkv.ndim == 3
         and qkv.shape[2] == 3 * num_heads * _HEAD
@@ -129,12 +202,12 @@ def _fits(qkv: Any, num_heads: int) -> bool:
 def attend(
     call: Attend, qkv: Any, qkv_bias: Any, num_heads: int, kv_heads: int
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As :func:`by_engines`, and by the kernel of short sequences where it is faster."""
+    """As :func:`by_engines`, and by the kernel where it is faster."""
     masks, length = call.masks, qkv.shape[1]
     only_keys = masks.mask is None or masks.mask.shape[1:] == (1, 1, length)
     others = masks._replace(mask=None, query_lengths=None, key_lengths=None) != Masks()
     if (
-        not _fits(qkv, num_heads)
+        not _fits(qkv, num_heads, length)
         or num_heads != kv_heads
         or not only_keys
         or others
@@ -153,6 +226,7 @@ def attend(
         return by_engines(call, qkv, bias, num_heads, kv_heads)[0]
 
     operands = (qkv, bias, mask, masks.query_lengths, masks.key_lengths)
-    features, options = {"keys": length}, dict(heads=num_heads, scale=call.scale)
+    features = _features(length, any(x is not None for x in operands[2:]))
+    options = dict(heads=num_heads, scale=call.scale)
     y = _OP(*operands, features=features, otherwise=otherwise, composed=True, **options)
     return y, None

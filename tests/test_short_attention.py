@@ -1,7 +1,8 @@
-"""`qkv_attention` of short sequences by one kernel: which calls take it, and its values."""
+"""`qkv_attention` by one kernel, of a batch and of a list: which calls take it, and its values."""
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 from jax_fastops import _dispatch, _native
+from jax_fastops._projection import attend_list
 from jax_fastops.models import _bert_layers, bert
 
-KERNEL = "jax_fastops.short_attention"
+KERNEL, LISTS = "jax_fastops.short_attention", "jax_fastops.list_attention"
 HERE = jax.default_backend() == "gpu" and KERNEL in _native.kernels("cuda")
 
 
@@ -67,7 +69,7 @@ def test_transforms(check):
 @pytest.fixture
 def cuda_programs(monkeypatch):
     """Programs are lowered for CUDA as by a build without cuDNN, whatever this machine has."""
-    names = frozenset({*_native.kernels("cpu"), KERNEL})
+    names = frozenset({*_native.kernels("cpu"), KERNEL, LISTS})
     own = _native.kernels
     monkeypatch.setattr(_native, "kernels", lambda p: names if p == "cuda" else own(p))
     monkeypatch.setattr(_native, "runs_here", lambda p: True)
@@ -105,7 +107,7 @@ def test_calls(cuda_programs):
     ):
         assert calls(functools.partial(attention, **options), qkv) == 0, options
     assert calls(attention, qkv.astype("float32")) == 0
-    for length in (63, 129):
+    for length in (63, 1024):
         assert calls(attention, jnp.zeros((1, length, 384), "bfloat16")) == 0
     mesh = mesh_for(AxisType.Explicit)  # a device has whole features
     for spec, count in ((P("a"), 1), (P(None, None, "a"), 0)):
@@ -149,7 +151,11 @@ def test_bert(cuda_programs, monkeypatch):
 @pytest.mark.usefixtures("native", "exact_products")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "batch, length, heads", [(1, 32, 12), (3, 128, 3), (70, 100, 4), (300, 33, 1), (2, 1, 2)]
+    "batch, length, heads",
+    [
+        *((1, 32, 12), (3, 128, 3), (70, 100, 4), (300, 33, 1), (2, 1, 2)),
+        *((2, 129, 3), (40, 512, 2), (1, 700, 12), (30, 257, 5), (3, 1024, 1)),
+    ],
 )
 def test_values(batch, length, heads, dtype):
     """Sums with the bias are no less accurate than rounded ones. A query without keys gives 0."""
@@ -175,6 +181,48 @@ def test_values(batch, length, heads, dtype):
         error = np.linalg.norm(np.asarray(y, np.float32) - wanted)
         assert error <= (5e-3 if dtype == "bfloat16" else 7e-4) * np.linalg.norm(wanted)
         np.testing.assert_array_equal(np.asarray(y)[wanted == 0], 0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "counts, rest, heads", [((3, 0, 5), 2, 2), ((129, 1, 300, 64), 0, 3), ((0, 40), 500, 1)]
+)
+def test_list(counts, rest, heads, dtype):
+    """Each sequence is as if alone, also by vmap. After the last one there are zeros."""
+    rng = np.random.default_rng(1)
+    offsets = np.cumsum((0, *counts), dtype=np.int32)
+    qkv = normal(rng, (2, offsets[-1] + rest, 192 * heads), dtype)
+    qkv[:, offsets[-1] :] = np.nan
+    bias = normal(rng, (192 * heads,), "float32")
+    attend = functools.partial(attend_list, length=max(counts), num_heads=heads)
+    y = jax.jit(jax.vmap(attend, (0, None, None)))(qkv, bias, offsets)
+    wanted = np.zeros(y.shape, "float32")
+    for begin, end in itertools.pairwise(np.unique(offsets)):
+        wanted[:, begin:end] = expected(qkv[:, begin:end].astype("float32"), bias, heads=heads)
+    error = np.linalg.norm(np.asarray(y, np.float32) - wanted)
+    assert error <= (6e-3 if dtype == "bfloat16" else 8e-4) * np.linalg.norm(wanted)
+    assert not np.asarray(y[:, offsets[-1] :], np.float32).any()
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_list_of_bert(layers, cuda_programs):
+    """Without padding, one call a layer has the list, and gradients are those of the batch."""
+    config = dataclasses.replace(bert.SMALL, heads=2, layers=layers, dtype="bfloat16")
+    params = bert.init(jax.random.key(0), config)
+    tokens, mask = jnp.arange(140).reshape(2, 70) % 128, jnp.arange(70) < jnp.array([[70], [30]])
+
+    def apply(params, capacity):
+        x = bert.apply(params, tokens, config, mask=mask, token_capacity=capacity)[0]
+        return jnp.where(mask[..., None], x, 0).astype("float32")
+
+    text = jax.jit(apply, static_argnums=1).trace(params, 110).lower(lowering_platforms=("cuda",))
+    assert text.as_text().count("@jax_fastops.list_attention.v") == layers
+    grad = jax.jit(jax.grad(lambda p, n: jnp.sin(apply(p, n)).sum()), static_argnums=1)
+    for a, b in zip(
+        *(jax.tree.leaves((apply(params, n), grad(params, n))) for n in (110, None)), strict=True
+    ):
+        error = np.linalg.norm(np.asarray(a, np.float32) - np.asarray(b, np.float32))
+        assert error <= 0.03 * np.linalg.norm(np.asarray(b, np.float32))
 
 
 @pytest.mark.skipif(not HERE, reason="needs a GPU")

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_fastops._projection import takes_bias
+from jax_fastops._projection import attend_list, takes_bias
+from jax_fastops.attention import qkv_attention
 from jax_fastops.bias_act import ACTIVATIONS
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._layers import in_turn
@@ -273,6 +274,11 @@ def _attention(params: dict, x, config: Config, mask, key, ops: Ops):
     drop = _drop_options(key, config.attention_dropout)
     qkv = dot(x, params["kernel"])
     if isinstance(mask, Tokens):
+        length = mask.row_in_list.shape[1]
+        own = config.attention == "softmax" and ops.qkv_attention is qkv_attention and not drop
+        if own and takes_bias(qkv, config.heads, True, length):
+            options = dict(length=length, num_heads=config.heads)
+            return attend_list(qkv[0], params["bias"], mask.offsets, **options)[None]
         qkv = mask.to_rows(qkv)
     y = _attention_of(params["bias"], qkv, config, ops, **where, **drop)
     return mask.of_rows(y) if isinstance(mask, Tokens) else y
@@ -282,9 +288,10 @@ def _attention_of(bias, qkv, config: Config, ops: Ops, **options: Any):
     """Attention of a product without its bias. ``options`` are those of ``ops.attention``."""
     own = config.attention == "softmax"
     if own and not is_sharded(qkv, 1):
-        # The kernel of short sequences adds the bias. Otherwise XLA does, maybe in the product.
+        # A kernel of this package adds the bias. Otherwise XLA does, maybe in the product.
         short = options.keys() <= {"mask", "query_seq_lengths", "key_value_seq_lengths"}
-        short = short and takes_bias(qkv, config.heads)
+        masked = any(x is not None for x in options.values())
+        short = short and takes_bias(qkv, config.heads, masked)
         given = (qkv, bias) if short else (biased(qkv, bias),)
         return ops.qkv_attention(*given, num_heads=config.heads, **options)
     head_size = config.hidden_size // config.heads

@@ -18,6 +18,7 @@ class Tokens(NamedTuple):
       row_in_list: ``[batch, length]``: as ``in_list``, for rows.
       in_rows: ``[capacity]``: as ``in_batch``, for rows.
       counts: ``[batch]``: the number of tokens.
+      offsets: ``[batch + 1]``: where the tokens of a sequence begin in the list.
     """
 
     in_list: Any
@@ -25,6 +26,7 @@ class Tokens(NamedTuple):
     row_in_list: Any
     in_rows: Any
     counts: Any
+    offsets: Any
 
     @classmethod
     def of(cls, mask, capacity: int) -> Tokens:
@@ -35,13 +37,14 @@ class Tokens(NamedTuple):
         in_batch = jnp.full(capacity, size, jnp.int32)
         in_batch = in_batch.at[in_list].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
         counts = mask.sum(1, dtype=jnp.int32)
-        starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
+        offsets = jnp.pad(jnp.cumsum(counts, dtype=jnp.int32), (1, 0))
+        starts = offsets[:-1]
         place = jnp.arange(length, dtype=jnp.int32)[None]
         row_in_list = jnp.where(place < counts[:, None], starts[:, None] + place, capacity)
         row = jnp.minimum(in_batch, size - 1) // length
         in_rows = row * length + jnp.arange(capacity, dtype=jnp.int32) - starts[row]
         in_rows = jnp.where(in_batch < size, in_rows, size)
-        return cls(in_list.reshape(mask.shape), in_batch, row_in_list, in_rows, counts)
+        return cls(in_list.reshape(mask.shape), in_batch, row_in_list, in_rows, counts, offsets)
 
     def listed(self, x):
         """The list ``[1, capacity, ...]`` of a batch, with zeros after the last token."""

@@ -1,14 +1,10 @@
-// Attention of sequences of up to 128 tokens, forward.
+// Attention of sequences of up to 128 tokens, forward. That of longer ones is in tiled.cuh.
 //
 // At these lengths, one kernel takes as long as a few launches. So this one does all that is
 // between the projection and the next product: it adds the bias of the projection, applies lengths
 // and a mask of keys, and writes merged heads. All scores of a query are in registers, so there is
 // one softmax, without the corrections of longer sequences. A warp has 16 queries of a head. The
 // warps of a block share keys and values in shared memory.
-//
-// The bias takes no pass. Queries get theirs in registers, where it is rounded with the sum. That
-// of the keys adds the same number to all scores of a query, so it changes no weight. The weights
-// of a query sum to 1, so that of the values is added to the result.
 #include "short_attention/short_attention.h"
 
 #include "core/cuda/async_copy.cuh"
@@ -18,54 +14,15 @@
 #include "core/cuda/math.cuh"
 #include "core/cuda/matrix.cuh"
 #include "core/cuda/vec.cuh"
+#include "short_attention/rows.cuh"
+#include "short_attention/tiled.cuh"
 
 namespace jax_fastops::cuda {
 struct ShortAttentionFamily;
 namespace {
 
-constexpr int kHead = kShortAttentionHead;
-constexpr int kPitch = kHead + 8;  // of rows in shared memory, so that banks differ
-constexpr int kWords = kHead / 8;  // of 16 bytes in a row
-
 // Threads of a block with so many keys. A block has half as many queries.
 constexpr int ThreadsOf(int keys) { return keys <= 32 ? 64 : 128; }
-
-// Copies rows into shared memory: zeros where the bit of the row is 0. Rows after the last one are
-// copies of it.
-template <int kRows, int kThreads, typename T>
-__device__ __forceinline__ void CopyRows(T* to, const T* from, int first, int last, int stride,
-                                         const uint32_t* bits = nullptr) {
-  constexpr int kStep = kThreads / kWords;  // rows at once, which divides 32
-  const int own = threadIdx.x / kWords, word = threadIdx.x % kWords * 8;
-#pragma unroll
-  for (int row = 0; row < kRows; row += kStep) {
-    T* const at = to + (row + own) * kPitch + word;
-    const T* const source = from + min(first + row + own, last) * stride + word;
-    CopyAsyncOrZero(bits == nullptr || bits[row / 32] >> (row % 32 + own) & 1, at, source);
-  }
-}
-
-// Loads a lane's elements of two biases, that of queries and that of values. P is their type. An
-// element of the queries' bias becomes NaN where the keys' bias is not finite.
-template <typename T, typename P>
-__device__ __forceinline__ void LoadBias(const ShortAttentionCall& call, int64_t first,
-                                         float (&queries)[kHead / 8][2],
-                                         float (&values)[kHead / 8][2]) {
-  const int64_t features = static_cast<int64_t>(call.heads) * kHead;
-  const P* const p = static_cast<const P*>(call.bias) + first;
-#pragma unroll
-  for (int d = 0; d < kHead / 8; ++d) {
-    float keys[2];
-    LoadParameter<T, P>(p, d * 8, queries[d]);
-    LoadParameter<T, P>(p + features, d * 8, keys);
-    LoadParameter<T, P>(p + 2 * features, d * 8, values[d]);
-    for (int i = 0; i < 2; ++i) queries[d][i] += 0 * keys[i];
-  }
-}
-
-__device__ __forceinline__ int LengthOf(const int32_t* lengths, int64_t sequence, int whole) {
-  return lengths == nullptr ? whole : min(lengths[sequence], whole);
-}
 
 template <typename T, int kKeys>
 __global__ void __launch_bounds__(ThreadsOf(kKeys))
@@ -98,11 +55,7 @@ __global__ void __launch_bounds__(ThreadsOf(kKeys))
   CopyRows<kKeys, kThreads>(vs, from + 2 * features, 0, length - 1, stride, counts);
   CommitCopies();
   float query_bias[kHead / 8][2] = {}, value_bias[kHead / 8][2] = {};
-  if (call.bias != nullptr && call.wide_bias) {
-    LoadBias<T, float>(call, head * kHead + column, query_bias, value_bias);
-  } else if (call.bias != nullptr) {
-    LoadBias<T, T>(call, head * kHead + column, query_bias, value_bias);
-  }
+  LoadBias<T>(call, head * kHead + column, query_bias, value_bias);
   AwaitCopies<1>();
   AwaitBlock<false>();
   const int own = WarpIndex() * 16;
@@ -110,16 +63,7 @@ __global__ void __launch_bounds__(ThreadsOf(kKeys))
 #pragma unroll
   for (int d = 0; d < kHead / 16; ++d) {
     LoadA(q[d], qs + own * kPitch + d * 16, kPitch, lane);
-    if (call.bias == nullptr) continue;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      Vec<T, 4> two;
-      float values[2];
-      two.words[0] = q[d][i];
-      two.Unpack(values);
-      for (int j = 0; j < 2; ++j) values[j] += query_bias[2 * d + i / 2][j];
-      q[d][i] = Vec<T, 4>::Packed(values).words[0];
-    }
+    if (call.bias != nullptr) AddBias<T>(q[d], query_bias + 2 * d);
   }
   MatrixC s[kKeys / 8] = {};
 #pragma unroll
@@ -202,7 +146,17 @@ cudaError_t LaunchKernel(const ShortAttentionCall& call, cudaStream_t stream) {
 }
 
 template <typename T>
+cudaError_t LaunchTiled(const ShortAttentionCall& call, cudaStream_t stream) {
+  const int64_t rests = call.offsets == nullptr ? 0 : call.batch / call.sequences;
+  const int64_t blocks = (call.batch + rests) * call.heads * Tiled::Parts(call.length);
+  LaunchConfig config = Grid(blocks, Tiled::kThreads, Tiled::SharedBytes(call.length));
+  config.dependent = true;
+  return Launch(KernelOf<ShortAttentionFamily, TiledAttentionKernel<T>>(), config, stream, call);
+}
+
+template <typename T>
 cudaError_t OfType(const ShortAttentionCall& call, cudaStream_t stream) {
+  if (call.length > 128 || call.offsets != nullptr) return LaunchTiled<T>(call, stream);
   if (call.length <= 32) return LaunchKernel<T, 32>(call, stream);
   return call.length <= 64 ? LaunchKernel<T, 64>(call, stream) : LaunchKernel<T, 128>(call, stream);
 }

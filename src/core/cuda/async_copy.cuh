@@ -84,6 +84,9 @@ __device__ __forceinline__ void AwaitBlock() {
   __syncthreads();
 }
 
+// Waits for all lanes of the warp.
+__device__ __forceinline__ void AwaitWarp() { __syncwarp(); }
+
 // An mbarrier in shared memory, on which bulk copies and stores from other blocks complete.
 struct Barrier {
   uint64_t bits;

@@ -51,15 +51,17 @@ __device__ __forceinline__ void LoadTwoTransposedB(uint32_t (&b)[4], const T* p,
   LoadMatrices<false>(b, p + lane % 8 * pitch + lane / 8 * 8);
 }
 
-#define FASTOPS_MULTIPLY(type)                                                        \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
-               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                       \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+// result = plus + A B, with the B at `b`, two registers.
+#define FASTOPS_MULTIPLY(type)                                                          \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                            \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"        \
+      : "=f"(result[0]), "=f"(result[1]), "=f"(result[2]), "=f"(result[3])              \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(plus[0]), \
+        "f"(plus[1]), "f"(plus[2]), "f"(plus[3]))
 
-// Adds the product with the B at `b`, two registers.
 template <typename T>
-__device__ __forceinline__ void Multiply(MatrixC& c, const MatrixA& a, const uint32_t* b) {
+__device__ __forceinline__ void MultiplyAdd(MatrixC& result, const MatrixA& a, const uint32_t* b,
+                                            const MatrixC& plus) {
   static_assert(std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>);
   if constexpr (std::is_same_v<T, __half>) {
     FASTOPS_MULTIPLY("f16");
@@ -69,5 +71,11 @@ __device__ __forceinline__ void Multiply(MatrixC& c, const MatrixA& a, const uin
 }
 
 #undef FASTOPS_MULTIPLY
+
+// Adds the product.
+template <typename T>
+__device__ __forceinline__ void Multiply(MatrixC& c, const MatrixA& a, const uint32_t* b) {
+  MultiplyAdd<T>(c, a, b, c);
+}
 
 }  // namespace jax_fastops::cuda
