@@ -95,24 +95,38 @@ struct Block {
   // The place of the next array.
   static constexpr int kKeptStride = kThreads * kBytes;
 
-  // Calls load(element, unit) and then use(loaded, element, unit) for `count` of the units that
-  // this thread has of its slot of a pass, from `first` to the next ones, or, if kNext is -1, to
-  // the ones before. kBatch loads are under way at all times. Units are numbered in all passes.
-  template <int kBatch, int kNext, typename Load, typename Use>
-  __device__ __forceinline__ void Sweep(int pass, int first, int count, const Load& load,
-                                        const Use& use) const {
+  // Where a sweep begins, and what it has to add for the next unit.
+  struct Cursor {
+    int64_t at, step;
+    int unit;
+  };
+  template <int kNext>
+  __device__ __forceinline__ Cursor From(int pass, int first) const {
+    const int64_t step = plan.lanes * plan.unit_step;
+    return {own + pass * (plan.width * plan.slot_step) + first * step, kNext * step,
+            pass * units + first};
+  }
+  // Starts the first loads of a sweep: loaded[k] = load(element, unit).
+  template <int kNext, int kBatch, typename Load, typename Loaded>
+  __device__ __forceinline__ void Start(int pass, int first, int count, const Load& load,
+                                        Loaded (&loaded)[kBatch]) const {
     if (slot + pass * plan.width >= slots) return;
-    int64_t step = plan.lanes * plan.unit_step;
-    int64_t at = own + pass * (plan.width * plan.slot_step) + first * step;
-    int unit = pass * units + first;
-    step *= kNext;
-    int64_t lead = kBatch * step;
-    asm("" : "+l"(step), "+l"(lead));  // registers, else each use multiplies
-    std::remove_cvref_t<decltype(load(at, unit))> loaded[kBatch];
+    const Cursor from = From<kNext>(pass, first);
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
-      if (k < count) loaded[k] = load(at + k * step, unit + k * kNext);
+      if (k < count) loaded[k] = load(from.at + k * from.step, from.unit + k * kNext);
     }
+  }
+  // After Start, calls use(loaded, element, unit) for `count` of the units that this thread has of
+  // its slot of a pass, from `first` to the next ones, or, if kNext is -1, to the ones before.
+  // kBatch loads are under way at all times. Units are numbered in all passes.
+  template <int kNext, int kBatch, typename Load, typename Loaded, typename Use>
+  __device__ __forceinline__ void Sweep(int pass, int first, int count, const Load& load,
+                                        Loaded (&loaded)[kBatch], const Use& use) const {
+    if (slot + pass * plan.width >= slots) return;
+    auto [at, step, unit] = From<kNext>(pass, first);
+    int64_t lead = kBatch * step;
+    asm("" : "+l"(step), "+l"(lead));  // registers, else each use multiplies
     for (; count >= 2 * kBatch; count -= kBatch) {
 #pragma unroll
       for (int k = 0; k < kBatch; ++k, at += step, unit += kNext) {
@@ -127,6 +141,14 @@ struct Block {
         if (k + kBatch < count) loaded[k] = load(at + lead, unit + kBatch * kNext);
       }
     }
+  }
+  // Both, with kBatch loads.
+  template <int kBatch, int kNext, typename Load, typename Use>
+  __device__ __forceinline__ void Sweep(int pass, int first, int count, const Load& load,
+                                        const Use& use) const {
+    std::remove_cvref_t<decltype(load(own, first))> loaded[kBatch];
+    Start<kNext>(pass, first, count, load, loaded);
+    Sweep<kNext>(pass, first, count, load, loaded, use);
   }
 
   // How many of this thread's units of a pass are in shared memory.

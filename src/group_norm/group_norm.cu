@@ -61,8 +61,16 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
   // The sum with a residual is written first, and then read in place of x.
   T* const sum = call.sum == nullptr ? y : static_cast<T*>(call.sum);
   A* const stored = static_cast<A*>(call.workspace) + b.sample * call.workspace_size;
-  if (r != nullptr) b.template Prefetch<kForwardUnits>(r);
-  b.template Prefetch<kForwardUnits>(x);
+  // The first loads are under way while the block reads what it needs for all elements.
+  const auto load_x = [&](int64_t at, int) {
+    return V::template Load<CacheHint::kNoAllocate>(x + at);
+  };
+  V started[kForwardUnits];
+  if (r == nullptr) {
+    b.template Start<1>(0, 0, b.units, load_x, started);
+  } else {
+    b.template Prefetch<kForwardUnits / 2>(x, r);
+  }
   const auto base_of = [&](int group) {
     const int size = plan.group_channels;
     const auto element = [&](int channel, int64_t position) {
@@ -99,10 +107,9 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
   const auto sweep = [&](int pass, A(&s1)[kSize], A(&s2)[kSize]) {
     b.template Read<2>(pass, base);
     if (r == nullptr) {
-      b.template Sweep<kForwardUnits, 1>(
-          pass, 0, b.units,
-          [&](int64_t at, int) { return V::template Load<CacheHint::kNoAllocate>(x + at); },
-          [&](const V& loaded, int64_t, int unit) { add(loaded, unit, s1, s2); });
+      if (pass > 0) b.template Start<1>(pass, 0, b.units, load_x, started);
+      b.template Sweep<1>(pass, 0, b.units, load_x, started,
+                          [&](const V& loaded, int64_t, int unit) { add(loaded, unit, s1, s2); });
       return;
     }
     struct Terms {
@@ -204,7 +211,12 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
   struct Loaded {
     V x, dy;
   };
-  b.template Prefetch<kBackwardUnits>(x, dy);
+  const auto load = [&](int64_t at, int) {
+    return Loaded{V::template Load<CacheHint::kNoAllocate>(x + at),
+                  V::template Load<CacheHint::kNoAllocate>(dy + at)};
+  };
+  Loaded started[kBackwardUnits];
+  b.template Start<1>(0, 0, b.units, load, started);
 
   // z = (x - mean) * factor + bias
   const int row = plan.row;
@@ -220,31 +232,27 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
     const auto sweep = [&](int pass, A(&s1)[kSize], A(&s2)[kSize]) {
       A c[3][kChannels];
       b.Read(pass, c);
+      if (pass > 0) b.template Start<1>(pass, 0, b.units, load, started);
       ForFormula<T>(call, [&](auto formula) {
         Scaled<decltype(formula)>(c[0], c[1]);
-        b.template Sweep<kBackwardUnits, 1>(
-            pass, 0, b.units,
-            [&](int64_t at, int) {
-              return Loaded{V::template Load<CacheHint::kNoAllocate>(x + at),
-                            V::template Load<CacheHint::kNoAllocate>(dy + at)};
-            },
-            [&](const Loaded& loaded, int64_t, int unit) {
-              A d[kSize], g[kSize];
-              loaded.x.Unpack(d);
-              loaded.dy.Unpack(g);
+        b.template Sweep<1>(pass, 0, b.units, load, started,
+                            [&](const Loaded& loaded, int64_t, int unit) {
+                              A d[kSize], g[kSize];
+                              loaded.x.Unpack(d);
+                              loaded.dy.Unpack(g);
 #pragma unroll
-              for (int i = 0; i < kSize; ++i) {
-                const int of = kChannels == 1 ? 0 : i;
-                d[i] -= c[2][of];
-                g[i] = PullOf<T>(formula, fma(d[i], c[0][of], c[1][of]), g[i]);
-                s1[i] += g[i];
-                s2[i] = fma(g[i], d[i], s2[i]);
-              }
-              if (unit < plan.kept) {
-                loaded.x.Store(b.Kept(unit, 2));
-                V::Packed(g).Store(b.Kept(unit, 2) + B::kKeptStride);
-              }
-            });
+                              for (int i = 0; i < kSize; ++i) {
+                                const int of = kChannels == 1 ? 0 : i;
+                                d[i] -= c[2][of];
+                                g[i] = PullOf<T>(formula, fma(d[i], c[0][of], c[1][of]), g[i]);
+                                s1[i] += g[i];
+                                s2[i] = fma(g[i], d[i], s2[i]);
+                              }
+                              if (unit < plan.kept) {
+                                loaded.x.Store(b.Kept(unit, 2));
+                                V::Packed(g).Store(b.Kept(unit, 2) + B::kKeptStride);
+                              }
+                            });
       });
     };
     const A* const scale = B::Memory() + 3 * plan.row;
@@ -353,7 +361,7 @@ struct BackwardKernels {
   }
 };
 
-// The limits of the current device, but for `blocks`.
+// The limits of the current device, but for `blocks`. Asks one kernel: all have these bounds.
 cudaError_t GetLimits(Limits* limits) {
   static PerDevice<Limits> known;
   return known.Get(limits, [](Limits* found) {
@@ -361,15 +369,24 @@ cudaError_t GetLimits(Limits* limits) {
     cudaError_t error = CurrentDevice(&device);
     if (error == cudaSuccess) error = LoadKernels<GroupNormFamily>();
     if (error != cudaSuccess) return error;
+    *found = {.processors = device.processors,
+              .shared_per_block = device.shared_per_block - kStaticShared,
+              .shared_per_processor = device.shared_per_processor,
+              .cooperative = device.cooperative};
     const auto kernel =
         reinterpret_cast<const void*>(ForwardKernels::Of<float, kUnitBytes, true>());
-    const int shared = device.shared_per_block - kStaticShared;
-    *found = {.processors = device.processors,
-              .shared_per_block = shared,
-              .shared_per_processor = device.shared_per_processor,
-              .max_cluster = LargestCluster(kernel, Grid(1, kThreads, shared), kMaxCluster),
-              .cooperative = device.cooperative};
-    return error;
+    const int logs = device.clusters ? kMaxLogCluster : 0;
+    for (int log = 0; log <= logs; ++log) {
+      for (int blocks = 1; blocks <= kMaxBlocks; ++blocks) {
+        const int shared =
+            std::min(found->shared_per_block, found->shared_per_processor / blocks - kBlockShared);
+        const LaunchConfig config = Grid(1 << log, kThreads, shared, 1 << log);
+        int* const resident = &found->resident[log][blocks - 1];
+        // A size that the device does not support is not an error.
+        if (ResidentBlocks(kernel, config, resident) != cudaSuccess) *resident = 0;
+      }
+    }
+    return cudaSuccess;
   });
 }
 

@@ -20,7 +20,9 @@ namespace jax_fastops::group_norm {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kUnitBytes = 16;
-inline constexpr int kMaxCluster = 16;
+inline constexpr int kMaxLogCluster = 4;
+// Blocks of a processor that have the registers for it, at most.
+inline constexpr int kMaxBlocks = 3;
 // Bytes of shared memory of a block that are not dynamic, and with those that the device takes.
 inline constexpr int kStaticShared = 512, kBlockShared = kStaticShared + 1024;
 // The threads' entries of a channel in the table of sums begin so many entries after those of the
@@ -70,7 +72,8 @@ constexpr int TableAt(const Plan& plan) { return GroupsAt(plan) + 4 * plan.set_g
 struct Limits {
   int processors = 1, blocks = 1;  // blocks of a processor by their registers
   int shared_per_block = 48 << 10, shared_per_processor = 64 << 10;
-  int max_cluster = 1;       // a power of two
+  // The blocks that run at once in clusters of 2^i blocks, if a processor has j + 1; 0 if none.
+  int resident[kMaxLogCluster + 1][kMaxBlocks] = {};
   bool cooperative = false;  // resident blocks may wait for each other
 };
 

@@ -44,16 +44,18 @@ bool Keep(const Shape& shape, const Limits& limits, int blocks, Plan* plan) {
   return true;
 }
 
-// An estimate in nanoseconds for a launch with `blocks` blocks on a processor.
-double TimeOf(const Plan& plan, const Shape& shape, const Limits& limits, int blocks) {
+// An estimate in nanoseconds for a launch with `blocks` blocks on a processor, and `resident` in
+// all.
+double TimeOf(const Plan& plan, const Shape& shape, const Limits& limits, int blocks,
+              int resident) {
   // Of a processor of an H200 in a nanosecond: bytes that arrive or leave if it is alone, or if all
   // of them are busy, and instructions of lanes.
   constexpr double kAlone = 60, kAll = 30, kInstructions[] = {55, 86, 110};
   // Of a block, by the loads that it has under way.
   constexpr double kBlock = 25;
   const double grid = static_cast<double>(shape.samples * plan.sets) * plan.parts;
-  const double busiest = std::ceil(grid / limits.processors);
-  const double rounds = std::ceil(busiest / blocks);
+  const double used = std::min(grid, static_cast<double>(resident) / blocks);  // processors
+  const double rounds = std::ceil(grid / resident), busiest = std::ceil(grid / used);
   // Rows of a set begin and end within lines that another block reads, too.
   const double row = static_cast<double>(plan.set_channels()) * shape.item;
   const double lines = plan.last && plan.sets > 1 ? (row + 16) / row : 1;
@@ -63,9 +65,7 @@ double TimeOf(const Plan& plan, const Shape& shape, const Limits& limits, int bl
   const double again = 1 - plan.kept / thread_units;
   const double moved = bytes * (shape.arrays * (1 + again) + 1);
   const double active = std::min<double>(busiest, blocks);
-  const double rate =
-      std::min({kAlone, kBlock * active,
-                kAll * limits.processors / std::min<double>(grid, limits.processors)});
+  const double rate = std::min({kAlone, kBlock * active, kAll * limits.processors / used});
   // Idle threads of a warp execute as others do.
   const double computed = thread_units * kThreads * plan.unit *
                           (shape.arrays > 1 ? 22 + 10 * again : 15) /
@@ -116,17 +116,18 @@ Plan MakePlan(const Shape& shape, int alignment, int64_t max_parts, const Limits
                           : sets_of(kThreads / shape.channels);
   Plan best = {};
   double least_time = 0;
-  const auto consider = [&](int blocks) {
-    if (!Keep(shape, limits, blocks, &plan)) return;
-    const double time = TimeOf(plan, shape, limits, blocks);
+  const auto consider = [&](int blocks, int log_cluster) {
+    const int resident = limits.resident[log_cluster][blocks - 1];
+    if (resident == 0 || !Keep(shape, limits, blocks, &plan)) return;
+    const double time = TimeOf(plan, shape, limits, blocks, resident);
     if (best.parts == 0 || time < least_time) best = plan, least_time = time;
   };
   for (;; groups = sets_of(groups / 2)) {
-    for (int parts = 1; parts <= limits.max_cluster; parts *= 2) {
-      Divide(groups, parts, &plan);
-      plan.clusters = parts > 1;
-      for (int blocks = limits.blocks; blocks >= 1 && plan.parts == parts; --blocks) {
-        consider(blocks);
+    for (int log = 0; log <= kMaxLogCluster; ++log) {
+      Divide(groups, 1 << log, &plan);
+      plan.clusters = log > 0;
+      for (int blocks = limits.blocks; blocks >= 1 && plan.parts == 1 << log; --blocks) {
+        consider(blocks, log);
       }
     }
     // As many as are resident, if a part has some units for each thread.
@@ -135,7 +136,7 @@ Plan MakePlan(const Shape& shape, int alignment, int64_t max_parts, const Limits
       Divide(groups, 1, &plan);
       const int64_t share = int64_t{blocks} * limits.processors / (shape.samples * plan.sets);
       const int64_t parts = std::min({share, plan.thread_units() / 4, max_parts});
-      if (parts > limits.max_cluster) Divide(groups, parts, &plan), consider(blocks);
+      if (parts > 1) Divide(groups, parts, &plan), consider(blocks, 0);
     }
     if (groups <= least || (shape.last && groups * shape.channels * shape.item < 64)) return best;
   }

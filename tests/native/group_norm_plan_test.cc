@@ -26,12 +26,17 @@ void CheckPlan(Random& random) {
   shape.arrays = 1 + static_cast<int>(random.Below(2));
   const int alignment = 1 << random.Below(5);
   const int64_t max_parts = random.Size(256);
-  const Limits limits = {.processors = static_cast<int>(random.Size(160)),
-                         .blocks = static_cast<int>(random.Size(4)),
-                         .shared_per_block = (random.Coin() ? 226 : 162) << 10,
-                         .shared_per_processor = 228 << 10,
-                         .max_cluster = 1 << random.Below(5),
-                         .cooperative = random.Coin()};
+  Limits limits = {.processors = static_cast<int>(random.Size(160)),
+                   .blocks = static_cast<int>(random.Size(kMaxBlocks)),
+                   .shared_per_block = (random.Coin() ? 226 : 162) << 10,
+                   .shared_per_processor = 228 << 10,
+                   .cooperative = random.Coin()};
+  const int64_t clusters = random.Below(kMaxLogCluster + 1);
+  for (int log = 0; log <= clusters; ++log) {
+    for (int blocks = 1; blocks <= kMaxBlocks; ++blocks) {
+      limits.resident[log][blocks - 1] = blocks * limits.processors >> log << log;
+    }
+  }
   const Plan plan = MakePlan(shape, alignment, max_parts, limits);
 #define PLAN(condition)                                                                   \
   CHECK(condition, "%lld x %lld x %lld x %lld, last %d, %d bytes, %d arrays, aligned %d", \
@@ -53,8 +58,7 @@ void CheckPlan(Random& random) {
   // Blocks that wait for each other run at once: they are a cluster, or all are resident.
   const int64_t blocks = CeilDiv(shape.samples * plan.sets * plan.parts, limits.processors);
   PLAN(plan.clusters
-           ? plan.parts > 1 && plan.parts <= limits.max_cluster &&
-                 (plan.parts & (plan.parts - 1)) == 0
+           ? plan.parts > 1 && plan.parts <= 1 << clusters && (plan.parts & (plan.parts - 1)) == 0
            : plan.parts == 1 ||
                  (limits.cooperative && plan.parts <= max_parts && blocks <= limits.blocks &&
                   blocks * (plan.shared_bytes + kBlockShared) <= limits.shared_per_processor));
