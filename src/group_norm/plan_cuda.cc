@@ -48,11 +48,9 @@ bool Keep(const Shape& shape, const Limits& limits, int blocks, Plan* plan) {
 // all.
 double TimeOf(const Plan& plan, const Shape& shape, const Limits& limits, int blocks,
               int resident) {
-  // Of a processor of an H200 in a nanosecond: bytes that arrive or leave if it is alone, or if all
-  // of them are busy, and instructions of lanes.
-  constexpr double kAlone = 60, kAll = 30, kInstructions[] = {55, 86, 110};
-  // Of a block, by the loads that it has under way.
-  constexpr double kBlock = 25;
+  // Bytes that arrive at or leave a processor of an H200 in a nanosecond if it is alone, or if all
+  // of them are busy, and those of a block, by the loads that it has under way.
+  constexpr double kAlone = 60, kAll = 36, kBlock = 25;
   const double grid = static_cast<double>(shape.samples * plan.sets) * plan.parts;
   const double used = std::min(grid, static_cast<double>(resident) / blocks);  // processors
   const double rounds = std::ceil(grid / resident), busiest = std::ceil(grid / used);
@@ -66,15 +64,13 @@ double TimeOf(const Plan& plan, const Shape& shape, const Limits& limits, int bl
   const double moved = bytes * (shape.arrays * (1 + again) + 1);
   const double active = std::min<double>(busiest, blocks);
   const double rate = std::min({kAlone, kBlock * active, kAll * limits.processors / used});
-  // Idle threads of a warp execute as others do.
-  const double computed = thread_units * kThreads * plan.unit *
-                          (shape.arrays > 1 ? 22 + 10 * again : 15) /
-                          kInstructions[std::min(static_cast<int>(active), 3) - 1];
+  // What elements take besides. Idle threads of a warp execute as others do.
+  const double each = shape.arrays > 1 ? 0.07 + 0.05 * again : 0.03;
+  const double computed = thread_units * kThreads * plan.unit * each * limits.blocks / active;
   // Before the first element, for the sums of a block, and until those of other blocks are there.
   const double wait = plan.parts == 1 ? 0 : plan.clusters ? 1000 : 2500 + 40 * plan.parts;
   const double once = 4000 + 600 * plan.passes + wait;
-  // Blocks that follow others wait while those of the same processor move elements.
-  return once * (1 + (rounds - 1) / blocks) + busiest * std::max(moved / rate, computed);
+  return once * rounds + busiest * (moved / rate + computed);
 }
 
 }  // namespace
