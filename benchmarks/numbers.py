@@ -72,6 +72,11 @@ def loaded() -> list[str]:
     return list(_loaded)
 
 
+def on_pages(name: str) -> list[tuple[str, dict]]:
+    """The rows of a results file that pages show, each after what a page calls it (``page``)."""
+    return [(row["page"], row) for row in load(name)["rows"] if "page" in row]
+
+
 def device(results: dict) -> str:
     """``NVIDIA H100 80GB HBM3, jax 0.11.2``."""
     return f"{results['hardware']['device']}, jax {results['versions']['jax']}"
@@ -164,10 +169,8 @@ def one_line() -> dict[str, Pair]:
             ms = (mean(row[f"{way}_step_ms"]) for way in ("plain", "autofuse"))
             gb = (row[f"{way}_step_temp_bytes"] / 1e9 for way in ("plain", "autofuse"))
             found[title] = Pair("H200", *ms, *gb)
-    rows = load(f"llama-by-hand-{H200}")["rows"]
-    run = max(row["run"] for row in rows if row["contender"] == "plain")
-    last = {row["contender"]: row for row in rows if row["run"] == run}
-    plain, ours = last["plain"], last["autofuse"]
+    shown = dict(on_pages(f"llama-by-hand-{H200}"))
+    plain, ours = shown["plain"], shown["autofuse"]
     found["Llama-type decoder by hand"] = Pair(
         "H200", plain["ms"], ours["ms"], plain["temp_gb"], ours["temp_gb"]
     )
@@ -214,24 +217,24 @@ def sources() -> dict[str, str]:
         if (row["contender"], row["shape"]) == ("ours", "32x512"):
             for kind, ms in (row["kinds_ms"] | {"all": row["busy_ms"]}).items():
                 found[f"layer_{row['attention']}_{kind.split()[0]}_us"] = f"{ms / 12 * 1e3:.0f}"
-        for who, best in fastest(rows, shape=row["shape"]).items():
-            found[f"forward_{row['shape']}_{who}"] = f"{best['ms']:.2f} ({best['latency_ms']:.2f})"
-    for row in load(f"attention-short-{H200}")["rows"]:  # later runs
-        run, who, shape = row["run"], row.get("contender"), row.get("shape")
-        # `auto` takes the kernel from 64 tokens on.
-        ours = (1, "frozen, without the kernel") if shape == "1x32" else (2, "frozen")
-        key = {ours: "ours", (3, "torch"): "torch"}.get((run, who))
-        if shape == "32x512":
-            key = "ours" if row.get("options") == "none" else None
-        if key and "ms" in row:
-            found[f"forward_{shape}_{key}"] = f"{row['ms']:.2f} ({row['latency_ms']:.2f})"
+    for key, row in forwards().items():
+        found[f"forward_{key}"] = f"{row['ms']:.2f} ({row['latency_ms']:.2f})"
+    runs = [
+        row["ms"]
+        for name in ("inference", "inference-flags", "attention-short")
+        for row in load(f"{name}-{H200}")["rows"]
+        if (row.get("contender", row.get("variant")), row.get("shape")) == ("torch", "8x128")
+    ]
+    found["torch_8x128_runs"] = f"{min(runs):.2f} to {max(runs):.2f}"
     for layer in load(f"bert-kernels-{H100}")["layers"]:
         if layer["weights"] == "bfloat16":
             launches = sum(not kernel.startswith("Memset") for kernel in layer["kernels"])
             found[f"launches_{layer['attention']}_{layer['contender']}"] = str(launches)
-    for row in load(f"bert-devices-{H200}")["scaling"]:
-        if not row["shard_map"]:
-            found[f"two_gpus_{row['contender']}"] = f"{row['throughput']:.2f}"
+    several = load(f"several-2-{H200}")
+    for row in several["rows"]:
+        if row["layout"] != "one" and (gain := over_one(several, row)):
+            key = [row[name] for name in ("model", "layout", "contender") if name in row]
+            found["_".join(["two_gpus", *key])] = f"{gain:.2f}"
     deep = [r for r in load(f"remat-{CPU}")["rows"] if (r["model"], r["layers"]) == ("bert", 48)]
     for key, kept in (("all", None), ("second", 2)):
         (row,) = (row for row in deep if row["every"] == kept and not row["remat"])
@@ -241,20 +244,42 @@ def sources() -> dict[str, str]:
 
 
 def waits() -> dict[str, str]:
-    """The numbers of guides/inference.md: calls in flight, calls that are waited for, options."""
+    """The numbers of guides/inference.md: calls in flight, and calls that are waited for."""
     names = {
         "default": "default",
         "default, donated": "donated",
         "stacks, skip profiled, pdl": "stacks",
     }
-    found = {
+    return {
         f"wait_{names[row['variant']]}_{row['shape']}": f"{row['ms']:.2f} ({row['latency_ms']:.2f})"
         for row in load(f"inference-flags-{H200}")["rows"]
         if row["variant"] in names
     }
-    for row in load(f"attention-short-{H200}")["rows"]:
-        if row.get("shape") == "32x512" and row.get("options") in ("none", "no triton"):
-            found[f"options_{row['options'].replace(' ', '_')}"] = f"{row['ms']:.2f}"
+
+
+def run_of(results: dict, row: dict) -> str | None:
+    """The commit that was measured: a row of another run than the file's has its own."""
+    return row.get("commit", results.get("versions", {}).get("commit"))
+
+
+def over_one(results: dict, row: dict) -> float | None:
+    """The throughput of a row of the job `several`, in multiples of one device's in its run."""
+
+    def job(row):
+        return row["model"], row.get("contender"), run_of(results, row)
+
+    measured = [row for row in results["rows"] if "ms" in row]
+    one = {job(other): other["ms"] for other in measured if other["layout"] == "one"}
+    base = row.get("one_ms", one.get(job(row)))  # that of its run, which may have no row
+    batches = results["devices"] if row["layout"] in ("data", "zero") else 1
+    return batches * base / row["ms"] if base and "ms" in row else None
+
+
+def forwards() -> dict[str, dict]:
+    """The rows of whole forwards of BERT-base that pages show, by shape and column."""
+    found = {}
+    for name in (f"inference-{H200}", f"attention-short-{H200}"):
+        found |= {f"{row['shape']}_{who}": row for who, row in on_pages(name)}
     return found
 
 

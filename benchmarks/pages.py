@@ -46,12 +46,13 @@ GUIDES = {
     "several-2": (
         several_table,
         "The table has whole training steps (`python -m benchmarks several`). Of two GPUs with data"
-        " parallelism, each has the batch of one. A loop's collectives count once.",
+        " parallelism, each has the batch of one. A loop's collectives count once. A throughput is"
+        " over one GPU's in the same run, and rows of another commit are of another run.",
     ),
     "packing": (
         packing_table,
         "The table has a training step of BERT-base with dropout, on sentences of 128 to 384 tokens"
-        " (`python -m benchmarks packing`).",
+        " (`python -m benchmarks packing`). The last ratio is within a run.",
     ),
     "packing-decoder": (
         packing_table,

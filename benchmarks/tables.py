@@ -3,8 +3,9 @@
 import statistics
 from statistics import geometric_mean
 
-from benchmarks.numbers import Pair, fastest, speedup
+from benchmarks.numbers import Pair, fastest, over_one, run_of, speedup
 from benchmarks.profile import runs_kernels
+from benchmarks.report import short
 
 MOVES = {"forward": "forward", "backward": "backward", "step": "forward + backward"}
 IMPLEMENTATIONS = {"native": "kernel", "xla": "reference", "auto": '`"auto"`', "without": "no move"}
@@ -151,9 +152,15 @@ def job_table(results: dict) -> str:
 def packing_table(results: dict) -> str:
     """A row per contender and shape of the job ``packing``. Tokens are those without padding."""
     rows = [row for row in results["rows"] if "ms" in row]
-    base = max((r["tokens_per_s"] for r in rows if r["contender"] == "unpacked"), default=None)
+    base: dict[str | None, float] = {}
+    for row in rows:
+        if row["contender"] == "unpacked":
+            run = run_of(results, row)
+            base[run] = max(row["tokens_per_s"], base.get(run, 0))
     header = ["rows", CASE["shape"], "not padding", "a step, ms", "tokens per second"]
-    return markdown(
+    return _with_runs(
+        results,
+        rows,
         [*header, f"over {ROWS['unpacked']}"],
         [
             [
@@ -162,11 +169,21 @@ def packing_table(results: dict) -> str:
                 f"{row['fill']:.1%}",
                 _span(row),
                 f"{row['tokens_per_s']:,.0f}",
-                f"{row['tokens_per_s'] / base:.2f}x" if base else "-",
+                f"{row['tokens_per_s'] / one:.2f}x" if one else "-",
             ]
             for row in rows
+            for one in [base.get(run_of(results, row))]
         ],
     )
+
+
+def _with_runs(results: dict, rows: list[dict], header: list[str], cells: list[list[str]]) -> str:
+    """A table with the commit of each row's run, if there are several."""
+    runs = [run_of(results, row) for row in rows]
+    if len(set(runs)) < 2:
+        return markdown(header, cells)
+    commits = [f"`{short(run)}`" if run else "-" for run in runs]
+    return markdown([*header, "run"], [[*c, run] for c, run in zip(cells, commits, strict=True)])
 
 
 def _kernels(row: dict) -> str:
@@ -319,23 +336,20 @@ def several_table(results: dict) -> str:
         return names[row["model"]] + (", plain JAX" if "contender" in row else "")
 
     measured = [row for row in results["rows"] if "ms" in row]
-    one = {who(row): row["ms"] for row in measured if row["layout"] == "one"}
     for row in measured:
-        batches = count if row["layout"] in ("data", "zero") else 1
-        # A row of another run has its own time of one device.
-        base, moved = row.get("one_ms", one.get(who(row))), row.get("collectives", {})
+        gain, moved = over_one(results, row), row.get("collectives", {})
         rows.append(
             [
                 who(row),
                 titles[row["layout"]],
                 f"{row['ms']:.2f} ms",
-                f"{batches * base / row['ms']:.2f}x" if base else "-",
+                f"{gain:.2f}x" if gain else "-",
                 *(f"{row[key] / 1e9:.1f}" for key in ("temp_bytes", "state_bytes")),
                 ", ".join(f"{n['count']} {kind}" for kind, n in moved.items()) or "-",
             ]
         )
     header = ["step", "layout", "time", "throughput", "temporary memory, GB", "state, GB"]
-    return markdown([*header, "collectives in the program"], rows)
+    return _with_runs(results, measured, [*header, "collectives in the program"], rows)
 
 
 def remat_table(results: dict) -> str:

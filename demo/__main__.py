@@ -107,26 +107,23 @@ def main() -> int:
     console = Console()
     device = jax.devices()[0]
     console.print(f"jax {jax.__version__} on {device.device_kind}, {os.cpu_count()} CPU cores")
-    pairs, passed = [], []
+    pairs = []
     for comparison in COMPARISONS:
         epochs = max(1, round(comparison.epochs * options.epochs))
-        ours, theirs, agreed = compared(comparison, comparison.load(), epochs, console)
-        passed.append(agreed)
-        title = f"{comparison.subject}, by {comparison.title}"
-        pairs.append((title, ours, theirs, comparison.tolerance))
+        pairs.append(compared(comparison, comparison.load(), epochs, console))
     console.print(
         "Most of a step is matrix products and convolutions; `make bench` measures the ops alone."
     )
-    path = report.curves(pairs, options.out)
-    console.print(f"The loss curves are in {shown(path)}.", highlight=False, soft_wrap=True)
-    return 0 if all(passed) else 1
+    path = report.picture(pairs, options.out)
+    text = f"The loss curves, times and bytes are drawn in {shown(path)}."
+    console.print(text, highlight=False, soft_wrap=True)
+    return 0 if all(pair.agreed for pair in pairs) else 1
 
 
-def compared(
-    comparison: Comparison, given: Data, epochs: int, console: Console
-) -> tuple[Training, Training, bool]:
-    """Trains with both implementations and prints the results; also returns whether they agree."""
-    console.print(f"\n[bold]{comparison.subject}, by {comparison.title}[/]", highlight=False)
+def compared(comparison: Comparison, given: Data, epochs: int, console: Console) -> report.Pair:
+    """Trains with both implementations and prints the results."""
+    title = f"{comparison.subject}, by {comparison.title}"
+    console.print(f"\n[bold]{title}[/]", highlight=False)
     with fo.use_implementation("native"):  # on arrays this small, "auto" would take the reference
         ours = comparison.training("jax_fastops", comparison.ours, given, SEED)
         kept = counts(comparison, ours, given)
@@ -155,7 +152,10 @@ def compared(
         console.print(f"The kernels in a step: {names}.", highlight=False)
     else:
         console.print("There are no kernels for this device: jax_fastops ran its reference in XLA.")
-    return ours, theirs, verdict(comparison, ours, theirs, accuracies, console)
+    agreed = verdict(comparison, ours, theirs, accuracies, console)
+    return report.Pair(
+        title, ours, theirs, comparison.tolerance, (kept[1], kept_by_theirs[1]), agreed
+    )
 
 
 def parse() -> argparse.Namespace:

@@ -4,7 +4,8 @@
     python examples/decoder_train.py --checkpoint /tmp/decoder
 
 The model, of Llama's type, reads bytes and learns to predict the next one. Texts that are shorter
-than ``--length`` share rows, and none sees another one. ``training.py`` has the loop, and describes
+than ``--length`` share rows, and none sees another one. Each evaluation prints a sample: the start
+of a text, ``|``, and what the model writes after it. ``training.py`` has the loop, and describes
 devices, processes and checkpoints.
 """
 
@@ -38,6 +39,11 @@ def loss(
     return mean(params, rows.tokens, config, segment_ids=rows.segment_ids, ops=ops, **staged)
 
 
+def continued(params, tokens, key, config: decoder.Config, ops: decoder.Ops) -> jax.Array:
+    sampling = dict(length=64, key=key, temperature=0.7)
+    return decoder.generate(params, tokens, config, ops=ops, **sampling)[0]
+
+
 EXAMPLE = training.Example(
     name="decoder",
     about=__doc__,
@@ -49,6 +55,7 @@ EXAMPLE = training.Example(
     init=decoder.init,
     batch=masked_text.packed,
     loss=loss,
+    continued=continued,
 )
 
 if __name__ == "__main__":

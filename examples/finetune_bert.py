@@ -52,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{len(tokens)} rows of {job.length} tokens; {(tokens > 0).mean():.1%} is not padding",
         highlight=False,
     )
+    if (unknown := job.unknown()) > 0.1:
+        console.print(
+            f"{unknown:.0%} of the tokens are unknown to the tokenizer: is it the right one?",
+            highlight=False,
+        )
     state, losses = loop.train(job, console)
 
     def save(out: Path) -> None:
@@ -178,6 +183,7 @@ class FineTuning:
         if options.accumulate > 1:  # otherwise it would hold the gradients for nothing
             several = optax.MultiSteps(self.optimizer, options.accumulate)
             self.optimizer = several.gradient_transformation()
+        self.abstract = loop.abstract(self.init)
 
     def encoded(self, texts: list[tuple[str, str]]) -> list[tuple[np.ndarray, int]]:
         classes = {label: number for number, label in enumerate(self.options.classes)}
@@ -186,6 +192,12 @@ class FineTuning:
             (np.array(e.ids, np.int32), classes[label])
             for e, (label, _) in zip(found, texts, strict=True)
         ]
+
+    def unknown(self) -> float:
+        """The share of tokens that stand for what the tokenizer does not know."""
+        rows, name = self.rows(0), getattr(self.tokenizer.model, "unk_token", None)
+        number = self.tokenizer.token_to_id(name) if name else -1
+        return np.mean(rows.tokens[rows.segment_ids > 0] == number)
 
     def logits(self, params, rows: Rows, key=None) -> jax.Array:
         """``[rows, segments, classes]``."""
@@ -205,14 +217,6 @@ class FineTuning:
     def init(self) -> dict:
         params = jax.tree.map(jnp.array, self.params)  # a copy, which the first step may overwrite
         return {"params": params, "optimizer": self.optimizer.init(params), "step": jnp.int32(0)}
-
-    @functools.cached_property
-    def abstract(self) -> dict:
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device),
-            jax.eval_shape(self.init),
-        )
 
     @functools.cached_property
     def update(self):

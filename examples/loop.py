@@ -76,8 +76,8 @@ class Job(Protocol):
     def batch(self, step: int) -> Any:
         """The batch of a step, counted from 0. It depends only on the step and the options."""
 
-    def evaluate(self, state: Any) -> dict[str, float]:
-        """Measures of the state, at each checkpoint and at the end."""
+    def evaluate(self, state: Any) -> dict[str, float | str]:
+        """Measures of the state and texts to print, at each checkpoint and at the end."""
 
 
 # ---- options -------------------------------------------------------------------------------------
@@ -318,6 +318,8 @@ class Shown:
             self.line(f"step {step}/{self.last}, {text}, {left} left")
 
     def line(self, text: str) -> None:
+        encoding = self.console.encoding  # which may lack characters of the text
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
         self.console.print(text, highlight=False, soft_wrap=True)
 
 
@@ -439,11 +441,19 @@ def run(job: Job, checkpoints: Checkpoints | None, console: Console, asked: list
             if saves:
                 checkpoints.save(step, state)
             if (step % options.every == 0 or step == last) and (found := job.evaluate(state)):
-                measures = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
-                shown.line(f"step {step}: {measures}")
+                texts = {k: repr(v) if isinstance(v, str) else f"{v:.4f}" for k, v in found.items()}
+                shown.line(f"step {step}: {', '.join(map(' '.join, texts.items()))}")
             if ends:
                 break
     return state, losses
+
+
+def abstract(init: Callable[[], Any]) -> Any:
+    """Shapes and dtypes of the state that ``init`` makes, on the first device."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), jax.eval_shape(init)
+    )
 
 
 def finish(job: Job, console: Console, losses: list[float], save: Callable[[Path], None]) -> None:
@@ -455,14 +465,14 @@ def finish(job: Job, console: Console, losses: list[float], save: Callable[[Path
         except (OSError, SafetensorError) as error:
             raise SystemExit(f"The model cannot be written to {options.out}: {error}") from None
         console.print(f"The model is in {options.out}.", highlight=False, soft_wrap=True)
-    plot(losses, "loss", options.plot)
+    plot(losses, "loss, in nats", options.plot)
     console.print(f"The losses are drawn in {options.plot}.", highlight=False, soft_wrap=True)
 
 
 def plot(losses: list[float], name: str, path: Path) -> None:
     """Plots the loss of every step, including those before a kill, and its running mean.
 
-    Ends the program with one line if the file cannot be written.
+    ``name`` is that of the axis. Ends the program with one line if the file cannot be written.
     """
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     steps = np.arange(1, len(losses) + 1)
@@ -472,13 +482,21 @@ def plot(losses: list[float], name: str, path: Path) -> None:
     axes.plot(steps, losses, color="#2a7f62", lw=1, alpha=0.3)
     axes.plot(steps, mean, color="#2a7f62", lw=1.6)
     axes.set_xlabel("step")
-    axes.set_ylabel(f"{name}, in nats")
+    axes.set_ylabel(name)
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:  # ValueError: an unknown suffix
-        raise SystemExit(f"The plot cannot be written to {path}: {error}") from None
+        with drawing(path):
+            figure.savefig(path, dpi=130)
     finally:
         plt.close(figure)
+
+
+@contextlib.contextmanager
+def drawing(path: Path):
+    """Makes the folder of a picture. Ends the program with one line if that or the file fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except (OSError, ValueError) as error:  # ValueError: an unknown suffix
+        raise SystemExit(f"The picture cannot be written to {path}: {error}") from None

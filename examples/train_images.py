@@ -146,6 +146,7 @@ class Images:
             optax.add_decayed_weights(5e-5), optax.sgd(rate, momentum=0.9, nesterov=True)
         )
         self.reader, self.next = None, 0
+        self.abstract = loop.abstract(self.init)
 
     def init(self) -> dict:
         params, statistics = resnet.init(jax.random.key(self.options.seed), self.config)
@@ -154,14 +155,6 @@ class Images:
             "statistics": statistics,
             "optimizer": self.optimizer.init(params),
         }
-
-    @functools.cached_property
-    def abstract(self) -> dict:
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device),
-            jax.eval_shape(self.init),
-        )
 
     @functools.cached_property
     def update(self):
@@ -192,7 +185,7 @@ class Images:
         rows = grain.MapDataset.source(options.train).seed(options.seed).shuffle().repeat()
         rows = rows.random_map(lambda row, rng: read(row, options.size, rng))
         batches = rows.batch(options.batch, drop_remainder=True)
-        ahead = grain.ReadOptions(num_threads=8, prefetch_buffer_size=8)  # of whole batches
+        ahead = grain.ReadOptions(num_threads=8, prefetch_buffer_size=8)  # batches
         return batches[step : options.steps + 1].to_iter_dataset(ahead)
 
     @functools.cached_property

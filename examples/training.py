@@ -59,6 +59,7 @@ import masked_text
 
 WEIGHT_DECAY, LARGEST_NORM = 0.01, 1.0  # of matrices; of all gradients together
 EVALUATED = 4  # batches
+PROMPT = 24  # tokens
 # The options that the losses depend on. A run that resumes from a checkpoint must have the same.
 # Dtype and ops change losses only by rounding.
 FIXED = ("config", "batch", "length", "rate", "warm_up", "seed", "stages", "micro_batches")
@@ -81,6 +82,8 @@ class Example:
         first axis is that of the rows.
       loss: maps parameters, a batch, a key, the configuration and ops to a scalar; with
         ``micro_batches``, in the stages of the mesh.
+      continued: maps parameters, tokens ``[1, PROMPT]``, a key, the configuration and ops to the
+        tokens that follow, to be printed as text.
       heads: what ``partition_specs`` gets of the parameters that ``init`` makes.
       add_options: adds further options, by the ``add_argument`` that it gets.
       fixed: the names of those options that the losses depend on, in addition to ``FIXED``.
@@ -96,6 +99,7 @@ class Example:
     init: Callable
     batch: Callable
     loss: Callable
+    continued: Callable | None = None
     heads: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     add_options: Callable = lambda add: None
     fixed: Sequence[str] = ()
@@ -117,7 +121,7 @@ def main(example: Example, argv: Sequence[str] | None = None) -> int:
     )
     _, losses = loop.train(Training(example, options, mesh), console)
     if jax.process_index() == 0:
-        loop.plot(losses, example.loss_name, options.plot)
+        loop.plot(losses, f"{example.loss_name}, in nats", options.plot)
     console.print(
         f"The loss of step {len(losses)} is {losses[-1]:.4f}. The curve is in {options.plot}.",
         highlight=False,
@@ -326,6 +330,10 @@ class Training:
         self._loss = jax.jit(
             lambda params, batch: loss(params, batch, None), out_shardings=self.everywhere
         )
+        self._continued = jax.jit(
+            lambda params, tokens, key: example.continued(params, tokens, key, config, ops),
+            out_shardings=self.everywhere,
+        )
 
     @functools.cached_property
     def update(self) -> jax.stages.Compiled:
@@ -354,11 +362,18 @@ class Training:
 
         return jax.tree.map(joined, *rows)
 
-    def evaluate(self, state: dict) -> dict[str, float]:
-        """The loss of texts that the training does not see, without dropout."""
-        if not self.options.held_out:
-            return {}
-        batches = (self._batch(self.options.held_out, step) for step in range(EVALUATED))
-        with self.context():
-            losses = [float(self._loss(state["params"], batch)) for batch in batches]
-        return {"loss of held-out text": sum(losses) / len(losses)}
+    def evaluate(self, state: dict) -> dict[str, float | str]:
+        """The loss of texts that the training does not see, without dropout; a decoder's text."""
+        found = {}
+        if self.options.held_out:
+            batches = (self._batch(self.options.held_out, step) for step in range(EVALUATED))
+            with self.context():
+                losses = [float(self._loss(state["params"], batch)) for batch in batches]
+            found["loss of held-out text"] = sum(losses) / len(losses)
+        if self.example.continued and not self.options.stages:  # whose layers are stacked
+            start = (self.options.held_out or self.options.texts)[0][:PROMPT]
+            key = jax.random.key(self.options.seed)
+            tokens = self._continued(state["params"], start[None].astype(np.int32), key)
+            texts = (bytes(part.astype(np.uint8)) for part in (start, np.asarray(tokens)[0]))
+            found["sample"] = " | ".join(text.decode(errors="replace") for text in texts)
+        return found

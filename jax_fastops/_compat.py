@@ -109,6 +109,14 @@ def source_line(equation) -> str:
         return ""
 
 
+def context_of(equation) -> tuple:
+    """Where an equation is computed (``compute_on``), and its metadata for XLA. Mostly neither."""
+    context = equation.ctx
+    if context.compute_type is None and not context.xla_metadata:
+        return ()
+    return context.compute_type, *sorted((context.xla_metadata or {}).items())
+
+
 def bind_params(primitive, params: dict) -> tuple:
     """The functions and the parameters with which ``bind`` is called for an equation."""
     bound = primitive.get_bind_params(params)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fastops import _dispatch, _implementation
 from jax_fastops._attention import Attend, Masks, over_leading
 from jax_fastops._broadcast import add, of_rank
 from jax_fastops._kernel import Kernel
@@ -76,6 +77,9 @@ def _forward(*operands, heads: int, scale: float):
 
 
 def _reference(qkv, bias, mask, q_lengths, kv_lengths, *, heads: int, scale: float):
+    if bias is not None:  # of the dtype of the product, into whose epilogue XLA may put it
+        bias = bias.astype(qkv.dtype)
+
     def example(qkv, mask, q_lengths, kv_lengths):
         if mask is not None:
             mask = mask[:, None, None]
@@ -98,6 +102,30 @@ _OP = Op(
 )
 
 
+def takes_bias(qkv: Any, num_heads: int) -> bool:
+    """Whether the kernel of short sequences adds the bias of such a projection.
+
+    It does so in calls that are not differentiated and have only lengths or a mask of keys.
+    """
+    if not _fits(qkv, num_heads):
+        return False
+    name, features = _OP.name, (("keys", qkv.shape[1]),)
+    request = _dispatch.Request(_implementation.current(), name, str(qkv.dtype), features)
+    return _OP.decide(request, _dispatch.lowering_platform()).forward.kernel
+
+
+def _fits(qkv: Any, num_heads: int) -> bool:
+    """Whether the kernel of short sequences has the dtype, the length and the heads."""
+    return (
+        str(qkv.dtype) in ("bfloat16", "float16")
+        and isinstance(qkv.shape[1], int)
+        and qkv.shape[1] <= _LENGTH
+        and 0 not in qkv.shape
+        and qkv.ndim == 3
+        and qkv.shape[2] == 3 * num_heads * _HEAD
+    )
+
+
 def attend(
     call: Attend, qkv: Any, qkv_bias: Any, num_heads: int, kv_heads: int
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -106,18 +134,13 @@ def attend(
     only_keys = masks.mask is None or masks.mask.shape[1:] == (1, 1, length)
     others = masks._replace(mask=None, query_lengths=None, key_lengths=None) != Masks()
     if (
-        str(qkv.dtype) not in ("bfloat16", "float16")
+        not _fits(qkv, num_heads)
+        or num_heads != kv_heads
         or not only_keys
         or others
-        or not isinstance(length, int)
-        or length > _LENGTH
-        or 0 in qkv.shape
         or call.bias is not None
         or call.drop is not None
         or call.residual
-        or num_heads != kv_heads
-        or qkv.ndim != 3
-        or qkv.shape[2] != 3 * num_heads * _HEAD
     ):
         return by_engines(call, qkv, qkv_bias, num_heads, kv_heads)
     mask, bias = masks.mask, qkv_bias

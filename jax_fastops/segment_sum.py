@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -242,7 +243,7 @@ def segment_sum(
 
     Raises:
       TypeError: an argument is not an array, ``segment_ids`` are not integers, or ``num_segments``
-        is not an integer.
+        is not an integer, or ``None`` while ``segment_ids`` are traced.
       ValueError: there is not one id for each row, or ``num_segments`` is negative.
 
     Source: Merrill and Garland, "Merge-based parallel sparse matrix-vector multiplication" (2016).
@@ -261,6 +262,10 @@ def segment_sum(
             "be one id for each row"
         )
     if num_segments is None:
+        if isinstance(ids, jax.core.Tracer):
+            raise TypeError(
+                f"{name}: num_segments is None; it must be given if segment_ids are traced"
+            )
         num_segments = int(np.max(ids)) + 1 if ids.size else 0
     x = not_weak(x)
     if jax.export.is_symbolic_dim(num_segments):
@@ -331,6 +336,12 @@ def _take_pullback(residuals, cts, *, fill: bool, rows: int):
     return *jax.vjp(functools.partial(_taken, ids=ids, fill=fill), table)[1](ct.astype(wide)), None
 
 
+def _take_pushforward(residuals, tangents, *, fill: bool, rows: int):
+    """A row of NaN does not depend on the table."""
+    del rows
+    return _rows(tangents[0], *residuals) if fill else _taken(tangents[0], *residuals, fill=False)
+
+
 _TAKE = Op(
     "take",
     "v c, ... -> ... c",
@@ -341,11 +352,9 @@ _TAKE = Op(
     forward=lambda table, ids, *, fill, rows: _taken(table, ids, fill=fill),
     residuals=lambda args, outs, saved: args[1:],
     pullback=_take_pullback,
-    pushforward=lambda residuals, tangents, *, fill, rows: _taken(
-        tangents[0], *residuals, fill=fill
-    ),
+    pushforward=_take_pushforward,
     backward=_table_gradient,
-    tangent=lambda residuals, tangents, *, fill, rows: _taken(tangents[0], *residuals, fill=fill),
+    tangent=_take_pushforward,
 )
 
 

@@ -307,9 +307,11 @@ def test_several(tmp_path):
     assert sharded["first_loss"] == pytest.approx(plain["first_loss"], abs=1e-3)
     assert sharded["loss"] == pytest.approx(stages["loss"], abs=1e-3)
     assert "all-gather" in sharded["collectives"] and "collective-permute" in stages["collectives"]
-    assert "| decoder | 2 stages, 2 micro-batches |" in tables.several_table(
-        {"devices": 2, "micro_batches": 2, "rows": [sharded, stages]}
-    )
+    other = sharded | {"commit": "0123456789abcdef", "one_ms": sharded["ms"]}
+    results = {"devices": 2, "micro_batches": 2, "rows": [sharded, stages, other]}
+    lines = tables.several_table(results).splitlines()
+    assert lines[3].startswith("| decoder | 2 stages, 2 micro-batches |")
+    assert "| - |" in lines[3] and "| 2.00x |" in lines[4] and lines[4].endswith("| `0123456789` |")
 
 
 @pytest.mark.slow

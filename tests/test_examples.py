@@ -1,5 +1,5 @@
-"""The examples that read folders: BERT is fine-tuned, a decoder continues texts, a ResNet trains on
-images. And what the loop does when it is stopped, or cannot write."""
+"""The examples that read folders: BERT is fine-tuned, a decoder continues texts, a ResNet and a
+diffusion model train on images. And what the loop does when it is stopped, or cannot write."""
 
 import dataclasses
 import errno
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_fastops as fo
 from jax_fastops.models import (
     bert,
     bert_checkpoint,
@@ -149,6 +150,9 @@ def test_accumulation(example, bert_folder, texts):
     module = example("finetune_bert")
     given = [str(bert_folder), f"--train={texts}", "--steps=8", "--accumulate=2", "--rate=1e-2"]
     job = module.FineTuning(module.parse(given))
+    assert job.unknown() == 0
+    job.tokenizer.model.unk_token = "good"  # one word of each second text
+    assert 0.05 < job.unknown() < 0.15
     state = job.init()
     kernels = [np.array(state["params"]["classifier"]["kernel"])]
     for step in range(4):
@@ -269,14 +273,41 @@ def test_images(example, images, tmp_path, capsys, monkeypatch):
     assert config.classes == 2 and config.stages == (1,)
 
 
+def test_diffusion(example, tmp_path, capsys, monkeypatch):
+    """Group norms are replaced; it learns, draws samples, and resumes with the same losses."""
+    pytest.importorskip("flax")
+    module = example("train_diffusion")
+    monkeypatch.setitem(module.CONFIGS, "small", (8, 4))
+    checkpoint = tmp_path / "run"
+    given = ["--config=small", "--batch=16", "--every=10", "--steps=20", "--rate=0.01"]
+    given += ["--dtype=float32", f"--checkpoint={checkpoint}"]
+    with fo.use_implementation("native"):
+        assert module.main(given) == 0
+        output = capsys.readouterr().out
+        assert "12 x group_norm + silu" in output and "images/s" in output
+        found = re.findall(r"step (\d+): loss of held-out images (.*)", output)
+        assert [step for step, _ in found] == ["10", "20"]
+        assert float(found[1][1]) < float(found[0][1]) < 1.1
+        samples = (checkpoint / "samples.png").read_bytes()
+        losses = (checkpoint / "losses.csv").read_text()
+        (checkpoint / "20").rename(tmp_path / "20")
+        assert module.main(given) == 0
+    assert "Going on from step 10." in capsys.readouterr().out
+    assert (checkpoint / "losses.csv").read_text() == losses
+    assert (checkpoint / "samples.png").read_bytes() == samples
+    assert (checkpoint / "loss.png").stat().st_size > 0
+
+
 def test_an_image_that_cannot_be_read_is_one_line(example, images, tmp_path, capsys):
     (tmp_path / "train" / "dark" / "3.png").write_text("no image")
-    with pytest.raises(SystemExit) as stopped:
-        example("train_images").main([*images, "--config=small", "--batch=80", "--size=8"])
-    output = capsys.readouterr()
-    assert stopped.value.code == 2 and output.err.count("\n") == 1
-    assert f"{tmp_path / 'train' / 'dark' / '3.png'} cannot be read: " in output.err
-    assert "Nothing is kept: no --out, no --checkpoint." in output.out
+    for name, options in ("train_images", [*images, "--size=8"]), ("train_diffusion", images[:1]):
+        with pytest.raises(SystemExit) as stopped:
+            example(name).main([*options, "--config=small", "--batch=80"])
+        output = capsys.readouterr()
+        assert stopped.value.code == 2 and output.err.count("\n") == 1
+        assert f"{tmp_path / 'train' / 'dark' / '3.png'} cannot be read: " in output.err
+        if name == "train_images":
+            assert "Nothing is kept: no --out, no --checkpoint." in output.out
 
 
 def test_few_batches_are_read_ahead(example, images, monkeypatch):
@@ -368,7 +399,7 @@ def test_a_log_that_fills_the_disk_is_one_line(
 
     (tmp_path / "full.png").symlink_to("/dev/full")
     for path in tmp_path / "full.png", texts / "loss.png", tmp_path / "loss.unknown":
-        with pytest.raises(SystemExit, match=f"The plot cannot be written to {path}: ") as ended:
+        with pytest.raises(SystemExit, match=f"The picture cannot be written to {path}: ") as ended:
             loop.plot([1.0, 0.5], "loss", path)
         assert "\n" not in str(ended.value)
 

@@ -54,7 +54,8 @@ def test_a_new_family(tmp_path):
         pytest.skip("needs a C++ compiler")
     headers = min((CHECKOUT / "third_party" / "xla").glob("jaxlib-*"))
     paths = f"-I{tmp_path}/src", f"-I{CHECKOUT}/src", "-isystem", headers
-    isa = "-DFASTOPS_ISA=baseline", "-DFASTOPS_ISA_LEVEL=0"
+    isa = ["-DFASTOPS_ISA=baseline", "-DFASTOPS_ISA_LEVEL=0"]
+    isa += [f"-DFASTOPS_BUILT_{name}=1" for name in ("baseline", "avx2", "avx512")]
     for file in ("toy_op_cpu.cc", "toy_op_simd.cc", "ffi.cc"):
         source = tmp_path / "src" / "toy_op" / file
         subprocess.run(

@@ -289,7 +289,10 @@ def used_names(tree):
 
 
 LAYERS = ["nnx.py", "_nnx_convert.py"]
-SHARED = {"jax_fastops._compat", "jax_fastops._names.elsewhere", "jax_fastops._views.whole"}
+SHARED = {
+    *("jax_fastops._compat", "jax_fastops._names.elsewhere", "jax_fastops._projection.takes_bias"),
+    "jax_fastops._views.whole",
+}
 
 
 @pytest.mark.parametrize("name", [*LAYERS, *(f"models/{f.name}" for f in MODELS)])
@@ -297,7 +300,7 @@ def test_models_and_layers_use_public_names_only(name):
     """Files of the models may also use each other, such as ``jax_fastops.models._checks``.
 
     All may use those files that hide the differences of JAX's versions, and that know the names of
-    other libraries, and what gathers the parts of an axis.
+    other libraries, what gathers the parts of an axis, and whether a kernel adds a bias.
     """
     own = "jax_fastops.models._" if name.startswith("models/") else "jax_fastops._nnx_"
     used = set(used_names(ast.parse((PACKAGE / name).read_text()))) - SHARED

@@ -269,6 +269,15 @@ def test_the_gradient_of_take_is_one_kernel():
     assert targets_of(f, *args) == []
 
 
+@pytest.mark.jax
+def test_tangents_of_rows_that_the_table_does_not_have():
+    table, ids = jnp.arange(8.0).reshape(4, 2), jnp.array([1, -1, 4, -5])
+    with fo.use_implementation("native"):
+        got = jax.jvp(lambda x: fo.take(x, ids), (table,), (table,))
+    want = jax.jvp(lambda x: jnp.take(x, ids, axis=0), (table,), (table,))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 # Errors -------------------------------------------------------------------------------------------
 
 DATA, IDS = np.ones((3, 2), np.float32), np.array([0, 1, 1])
@@ -290,6 +299,11 @@ DATA, IDS = np.ones((3, 2), np.float32), np.array([0, 1, 1])
 def test_errors_of_segment_sum(args, error, message):
     with pytest.raises(error, match=message):
         fo.segment_sum(*args)
+
+
+def test_ids_that_are_traced_need_a_number_of_segments():
+    with pytest.raises(TypeError, match="num_segments is None; it must be given"):
+        jax.jit(lambda ids: fo.segment_sum(DATA, ids))(IDS)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, checks
 from harness.numerics import normal
+from harness.programs import equations
 from harness.sharding import mesh_for
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 from jax_fastops import _dispatch, _native
-from jax_fastops.models import bert
+from jax_fastops.models import _bert_layers, bert
 
 KERNEL = "jax_fastops.short_attention"
 HERE = jax.default_backend() == "gpu" and KERNEL in _native.kernels("cuda")
@@ -111,10 +112,34 @@ def test_calls(cuda_programs):
         with jax.set_mesh(mesh):
             sharded = jax.device_put(qkv, NamedSharding(mesh, spec))
             assert calls(attention, sharded) == count, spec
-    config = dataclasses.replace(bert.SMALL, heads=2, dtype="bfloat16")
+
+
+def test_bert(cuda_programs, monkeypatch):
+    """The kernel adds the bias in float32. Otherwise it is rounded, and added as without kernel."""
+    config = dataclasses.replace(bert.SMALL, heads=2, layers=1, dtype="bfloat16")
     params = bert.init(jax.random.key(0), config)
-    tokens = jnp.ones((8, 70), jnp.int32)
-    assert calls(lambda m: bert.apply(params, tokens, config, mask=m)[0], mask) == 2
+    params["layers"][0]["qkv"]["bias"] = jax.random.normal(jax.random.key(1), (384,))
+    tokens, mask = jnp.arange(140).reshape(2, 70) % 128, jnp.arange(70) < jnp.array([[70], [30]])
+
+    def apply(params):
+        return bert.apply(params, tokens, config, mask=mask)[0]
+
+    def both(params):
+        y, pullback = jax.vjp(apply, params)
+        return apply(params), pullback(jnp.cos(y))
+
+    assert calls(apply, params) == 1
+    program = jax.make_jaxpr(both)(params)
+    (kernel,) = (e for e in equations(program.jaxpr) if "short" in e.primitive.name)
+    assert [str(x.aval) for x in kernel.invars[:2]] == ["bfloat16[2,70,384]", "float32[384]"]
+    results = [x.aval for e in equations(program.jaxpr) for x in e.outvars]
+    assert not [x for x in results if (x.size, x.dtype) == (140 * 384, "float32")]
+    found = jax.jit(both)(params)
+    monkeypatch.setattr(_bert_layers, "takes_bias", lambda *_: False)
+    other = jax.jit(lambda params: both(params))(params)
+    for a, b in zip(*map(jax.tree.leaves, (found, other)), strict=True):
+        error = np.linalg.norm(np.asarray(a, np.float32) - np.asarray(b, np.float32))
+        assert error <= 0.03 * np.linalg.norm(np.asarray(b, np.float32))
 
 
 # ---- values --------------------------------------------------------------------------------------

@@ -263,8 +263,10 @@ def test_processes(start, tmp_path, model, killed, resumed, options):
     steps = len(before) + 5
     first, *others = [finished(process) for process in run(resumed, several, steps)]
     assert f"Going on from step {step}." in first
+    assert (", sample " in first) == (model == "decoder" and options != ["--stages=2"])
     assert not any("step" in output for output in others)  # only process 0 reports
-    finished(*run(1, one, steps))
+    output = finished(*run(1, one, steps))
+    assert (model == "decoder") == (f"step {steps}: " in output and ", sample " in output)
     found, wanted = losses(several), losses(one)
     np.testing.assert_allclose(before, wanted[: len(before)], rtol=1e-5)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)

@@ -67,8 +67,11 @@ _cleared = 0  # how often
 
 
 def state() -> tuple[Any, ...]:
-    """What verdicts depend on, besides regions and JAX's settings."""
-    return lowering_platform(), _tune.why_not(), directory(), len(_known), _cleared
+    """What verdicts depend on, besides regions and JAX's settings.
+
+    What is known of a region stays until ``clear``.
+    """
+    return lowering_platform(), _tune.why_not(), directory(), _cleared
 
 
 def clear() -> None:

@@ -92,7 +92,7 @@ def _examined(value: Value, shared: bool = False) -> tuple[Value | None, Drop | 
             if mask.value.shape != value.shape and not shared:
                 return mask.value, "one number of its mask is for several elements; XLA fuses it"
             bits, probability = drawn
-            if not bits.leads_only_to(masked) or _is_drawn_again(bits):
+            if not bits.leads_only_to(masked) or bits.is_drawn_again:
                 return mask.value, "the mask is used elsewhere"  # which would have another mask
             key = bits.node.inputs[0]
             probability = probability if keep else 1 - probability
@@ -106,21 +106,6 @@ def _examined(value: Value, shared: bool = False) -> tuple[Value | None, Drop | 
                     reason = "its array is cast or broadcast between the factor and the mask"
             return mask.value, reason
     return None, None
-
-
-def _is_drawn_again(bits: Value) -> bool:
-    """Whether the program draws the same bits once more, and not to mask an array."""
-    for node in bits.node.inputs[0].users:
-        value = node.outputs[0] if node.name == "random_bits" else bits
-        if value is bits or value.shape != bits.shape:
-            continue
-        is_mask = False
-        while not is_mask or value.node.name not in ("select_n", "mul"):
-            is_mask = is_mask or value.node.name in _COMPARED
-            if value.is_result or len(value.users) != 1 or not value.users[0].outputs:
-                return True
-            value = value.users[0].outputs[0]
-    return False
 
 
 def _scaled(value: Value) -> Iterator[tuple[float, Value]]:

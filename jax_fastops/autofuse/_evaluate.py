@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +18,10 @@ from jax_fastops import _compat, _explain, _implementation
 from jax_fastops.autofuse import _kept, _tune
 from jax_fastops.autofuse._attention import AttentionRule
 from jax_fastops.autofuse._decisions import Verdict, verdicts
+from jax_fastops.autofuse._draws import Draws, has_draws, mark_mixed
 from jax_fastops.autofuse._dropout import DropoutRule
 from jax_fastops.autofuse._embedding import EmbeddingRule
-from jax_fastops.autofuse._graph import Graph, bind, is_ref, opened
+from jax_fastops.autofuse._graph import BODIES, Graph, bind, is_ref, opened
 from jax_fastops.autofuse._group_norm import GroupNormRule
 from jax_fastops.autofuse._heads import HeadsRule
 from jax_fastops.autofuse._linear import LinearLossRule
@@ -49,7 +51,13 @@ class Plan:
         self.verdicts: dict[Rewrite, Verdict] = {}
         self.why_not_tuned = _tune.why_not() if settings.tune else ""
         self._chosen: dict[Rewrite, Any] = {}
-        key = functools.partial(_kept.key_of, graph, tuple(RULES), settings.dropout, settings.tune)
+        self.numbers: dict[Value, int] = {}
+        draws: tuple[tuple[int, bool], ...] = ()
+        if settings.draws is not None:
+            self.numbers = settings.draws.numbers(graph, settings.given)
+            draws = settings.draws.mark(graph, self.numbers)
+        options = tuple(RULES), settings.dropout, settings.tune, draws
+        key = functools.partial(_kept.key_of, graph, *options)
         kept = _kept.found(key()) if settings.observe is None else None
         if kept is not None:
             self.search = Search((), settings.dropout, False, kept.programs)
@@ -58,16 +66,31 @@ class Plan:
                 self._chosen[rewrite] = chosen
             self.rewrites += self._chosen
         else:
-            self.search = Search(RULES, settings.dropout, settings.observe is not None)
             graph.link()
             self._find(graph, settings)
+            while self.numbers and mark_mixed(graph, self.numbers, self._needed(graph)):
+                self._find(graph, settings)
             if settings.observe is None and (key_after := key()) is not None:
                 pairs = [(rewrite, self.chosen(rewrite)) for rewrite in self.rewrites]
                 _kept.keep(key_after, graph, pairs, self.search.programs)
         self.reads = {v for rewrite in self.rewrites for v in rewrite.reads}
 
+    def _needed(self, graph: Graph) -> set[Value]:
+        """The values that the program and the calls read."""
+        needed = set(graph.results)
+        for node in reversed(graph.nodes):
+            results = [v for v in node.outputs if v in needed]
+            for value in results:
+                if (rewrite := self.replaced.get(value)) is not None:
+                    needed.update(rewrite.reads)
+            if node.equation.effects or any(v not in self.replaced for v in results):
+                needed.update(node.inputs)
+        return needed
+
     def _find(self, graph: Graph, settings: Settings) -> None:
-        self._nodes = graph.nodes
+        self.search = Search(RULES, settings.dropout, settings.observe is not None)
+        self.rewrites, self.replaced, self.verdicts, self._chosen = [], {}, {}, {}
+        self._nodes, self._has_contexts = graph.nodes, graph.has_contexts
         self._positions = {node: i for i, node in enumerate(graph.nodes)}
         for node in graph.nodes:  # in order, because a value depends on those before it
             for value in node.outputs:
@@ -79,6 +102,8 @@ class Plan:
                 if value not in needed or value in self.replaced:
                     continue
                 rewrite = self.search.find(value)
+                if rewrite is not None and self._differs_in_context(rewrite):
+                    rewrite = None
                 if rewrite is None or self._reads_own_result(rewrite):
                     stays = True
                     continue
@@ -142,6 +167,24 @@ class Plan:
         self.search.misses.append(Miss(rewrite.name, root, "an operand depends on another result"))
         return True
 
+    def _differs_in_context(self, rewrite: Rewrite) -> bool:
+        """Whether the equations of a match run elsewhere, or not all have the same metadata."""
+        if not self._has_contexts:
+            return False
+        nodes: set[Node] = set()
+        left = list(rewrite.results)
+        while left:
+            value = left.pop()
+            if value.node not in nodes and value not in rewrite.reads:
+                nodes.add(value.node)
+                left += value.node.inputs
+        contexts = {_compat.context_of(n.equation) for n in nodes - {NO_EQUATION}}
+        if len(contexts) == 1 and contexts.pop()[:1] in ((), (None,)):
+            return False
+        reason = "its operations differ in metadata for XLA, or are in compute_on"
+        self.search.misses.append(Miss(rewrite.name, rewrite.root, reason))
+        return True
+
     def steps(self, steps: Sequence[Node]) -> Iterator[Node]:
         """The steps, where functions in which something is replaced are a part of the program."""
         for step in steps:
@@ -171,17 +214,9 @@ def _derivative(graph: Graph) -> Value | None:
     return None
 
 
-_BODIES = {
-    **dict.fromkeys(("scan", "remat2", "checkpoint"), ("jaxpr",)),
-    "while": ("cond_jaxpr", "body_jaxpr"),
-    "cond": ("branches",),
-    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), ("call_jaxpr",)),
-    "custom_vjp_call_jaxpr": ("fun_jaxpr",),
-    **dict.fromkeys(("jit", "pjit", "shard_map"), ("jaxpr",)),
-}
 # A body without any of these is not worth a look. Functions that it calls may have one.
 _CALLS = {"jit", "pjit", "custom_jvp_call"}
-_WORK = {*_BODIES, "mul", "div", "add", "sub", "gather"} - _CALLS
+_WORK = {*BODIES, "mul", "div", "add", "sub", "gather"} - _CALLS
 
 
 def _has_work(jaxpr) -> bool:
@@ -190,7 +225,7 @@ def _has_work(jaxpr) -> bool:
         name = equation.primitive.name
         if name in _WORK:
             return True
-        if name in _CALLS and _has_work(opened(equation.params[_BODIES[name][0]])[0]):
+        if name in _CALLS and _has_work(opened(equation.params[BODIES[name][0]])[0]):
             return True
     return False
 
@@ -199,7 +234,7 @@ def _has_bodies(step: Node) -> bool:
     """Whether there are bodies in which something may be replaced."""
     if step.body:
         return any(map(_has_bodies, step.body))
-    return step.equation.primitive.name in _BODIES
+    return step.equation.primitive.name in BODIES
 
 
 class Settings(NamedTuple):
@@ -207,18 +242,24 @@ class Settings(NamedTuple):
     regions are timed.
 
     ``rule`` is the kind and name of the function around the program whose own rule runs in a
-    derivative.
+    derivative. ``draws`` has the random bits of the whole program, if masks of dropout matter, and
+    ``given`` the numbers of the operands there.
     """
 
     observe: Callable[[Plan], object] | None = None
     dropout: bool | str = False
     tune: bool = False
     rule: str = ""
+    draws: Draws | None = None
+    given: Sequence[int] = ()
 
 
 def fused(jaxpr, constants: Sequence[Any], args: Sequence[Any], settings: Settings) -> list:
     """The results of a program, with the calls of ops in place of patterns."""
     graph = Graph(jaxpr, constants, link=False)
+    if settings.dropout and settings.draws is None and has_draws(jaxpr):
+        draws = Draws(graph, args)
+        settings = settings._replace(draws=draws, given=draws.args)
     plan = Plan(graph, settings)
     if settings.observe is not None:
         settings.observe(plan)
@@ -309,16 +350,25 @@ class _Run:
         stack = _scope(self._steps[root], own=True)
         program = self._plan.search.program(rewrite.call, rewrite.reads, twice, chosen)
         program = None if isinstance(program, str) or _explain.is_on() else program
+        context = contextlib.nullcontext()
+        if self._graph.has_contexts:
+            program, context = None, root.node.equation.ctx.manager  # the program has another one
         if program is not None and self._trace is not None and _is_recordable(program):
             if _compat.is_recorded(self._trace, program.jaxpr.invars, given):
                 source = root.node.equation.source_info.replace(name_stack=stack)
                 return _recorded(self._trace, program.jaxpr, given, source)
         types = [jax.typeof(x) for x in given]
-        with _explain.at(lambda: root.line), source_info_util.set_name_stack(stack):
+        with _explain.at(lambda: root.line), source_info_util.set_name_stack(stack), context:
             if program is not None and program.in_avals == types:
                 return _inlined(program)(*given)
             with _implementation.use_chosen(chosen):
                 return rewrite.call(*given, fanout=twice)
+
+    def _inside(self, step: Node) -> Settings:
+        """The settings for the bodies of an equation."""
+        if self._settings.draws is None:
+            return self._settings
+        return self._settings._replace(given=[self._plan.numbers[v] for v in step.operands])
 
     def _evaluate(self, step: Node) -> None:
         self._evaluated.add(step)
@@ -327,7 +377,7 @@ class _Run:
         sharded = equation.primitive.name == "shard_map"
         if _has_bodies(step) and not sharded:
             with source_info_util.set_name_stack(stack):
-                equation = _with_fused_bodies(equation, self._settings)
+                equation = _with_fused_bodies(equation, self._inside(step))
         recorded = self._trace is not None and not equation.effects and not sharded
         if recorded and _compat.is_recorded(self._trace, equation.invars, args):
             source = equation.source_info
@@ -335,7 +385,7 @@ class _Run:
             results = _compat.record(self._trace, equation, args, source)
         else:
             with source_info_util.set_name_stack(stack):
-                run = functools.partial(_sharded, settings=self._settings) if sharded else bind
+                run = functools.partial(_sharded, settings=self._inside(step)) if sharded else bind
                 results = run(equation, args)
         for value, result in zip(step.outputs, results, strict=True):
             if value not in self._plan.replaced:
@@ -378,10 +428,11 @@ def _scope(step: Node, own: bool = False):
 def _with_fused_bodies(equation, settings: Settings):
     """The equation with calls of ops in its bodies. A body stays if its type would change."""
     if (kind := equation.primitive.name).startswith("custom_"):
-        name = opened(equation.params[_BODIES[kind][0]])[0].debug_info.func_name
-        settings = settings._replace(rule=f"{kind.partition('_call')[0]} {name}")
+        name = opened(equation.params[BODIES[kind][0]])[0].debug_info.func_name
+        # Its own rule may draw the masks once more.
+        settings = settings._replace(rule=f"{kind.partition('_call')[0]} {name}", dropout=False)
 
-    def fused_body(body):
+    def fused_body(body, settings):
         jaxpr, _ = opened(body)
         has_ref = any(map(is_ref, (*jaxpr.invars, *jaxpr.constvars)))
         if has_ref or not _has_work(jaxpr):
@@ -397,12 +448,16 @@ def _with_fused_bodies(equation, settings: Settings):
         return new if closed else new.jaxpr
 
     params = dict(equation.params)
-    for name in _BODIES[kind]:
+    for name in BODIES[kind]:
         bodies = params.get(name)
+        inside = settings
+        if settings.draws is not None:
+            given = settings.draws.given(equation, name, settings.given)
+            inside = settings._replace(given=given)
         if isinstance(bodies, (tuple, list)):
-            params[name] = type(bodies)(map(fused_body, bodies))
+            params[name] = type(bodies)([fused_body(body, inside) for body in bodies])
         elif bodies is not None:
-            params[name] = fused_body(bodies)
+            params[name] = fused_body(bodies, inside)
     return equation.replace(params=params)
 
 

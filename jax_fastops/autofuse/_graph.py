@@ -20,6 +20,15 @@ from jax_fastops.autofuse._meaning import LOCAL
 from jax_fastops.autofuse._value import Node, Value
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call"}
+# The parameters with the programs of an equation, which are searched apart.
+BODIES = {
+    **dict.fromkeys(("scan", "remat2", "checkpoint"), ("jaxpr",)),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), ("call_jaxpr",)),
+    "custom_vjp_call_jaxpr": ("fun_jaxpr",),
+    **dict.fromkeys(("jit", "pjit", "shard_map"), ("jaxpr",)),
+}
 
 
 def _is_call(equation) -> bool:
@@ -28,6 +37,8 @@ def _is_call(equation) -> bool:
     if equation.primitive.name not in _CALLS or "jaxpr" not in params:
         return False
     if any(map(is_ref, equation.invars)) or params.get("compiler_options_kvs"):
+        return False
+    if "inlineable" in (equation.ctx.xla_metadata or ()):
         return False
     names = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
     options = (x for name in names for x in params.get(name, ()))
@@ -117,7 +128,7 @@ _KEPT = LOCAL | {"dot_general", "conv_general_dilated", "gather"}
 
 
 @functools.lru_cache(4096)
-def _jitted(primitive: Any, params: tuple) -> Callable[..., Any]:
+def _jitted(primitive: Any, params: tuple, fill_value: str) -> Callable[..., Any]:
     return jax.jit(lambda *args: primitive.bind(*args, **dict(params)), inline=_compat.INLINE)
 
 
@@ -135,7 +146,9 @@ def bind(equation, args: Sequence[Any]) -> list:
     stack = source_info_util.current_name_stack() + source.name_stack
     with source_info_util.user_context(source.traceback, name_stack=stack), equation.ctx.manager:
         if primitive.name in _KEPT and _may_be_differentiated(args):
-            results = _jitted(primitive, tuple(equation.params.items()))(*args)
+            params = equation.params  # 0, -0.0 and False are equal
+            fill_value = str(params.get("fill_value"))
+            results = _jitted(primitive, tuple(params.items()), fill_value)(*args)
         else:
             subfunctions, params = _compat.bind_params(primitive, equation.params)
             results = primitive.bind(*subfunctions, *args, **params)
@@ -169,6 +182,7 @@ class Graph:
         self.values: list[Value] = []
         self._key: list[Any] = []
         self._is_plain = not jaxpr.effects
+        self.has_contexts = False  # whether equations have metadata for XLA, or a place
         self.operands = [self._placed(Value(v.aval)) for v in jaxpr.invars]
         self._key += [v.aval for v in jaxpr.invars]
         self.steps, self.results = self._enter(jaxpr, self.operands, constants, ())
@@ -229,6 +243,9 @@ class Graph:
                 number = number_of(equation)
                 self._is_plain = self._is_plain and number is not None
                 self._key.append((number, *[v.place for v in inputs]))
+                if context := _compat.context_of(equation):
+                    self.has_contexts = True
+                    self._key.append(context)
                 if step.name != "custom_jvp_call":  # JAX may refuse its rule under some settings
                     step.code = number
                 self.nodes += _nodes_of(step)

@@ -60,6 +60,7 @@ class Value:
     is_result: bool = False
     place: int = -1  # among the values of the program
     is_read: bool = False  # whether a rule asked for the array
+    is_drawn_again: bool = False  # of random bits: whether other masks of them stay
     _array: Any = None
 
     def __init__(self, aval: Any, node: Node | None = None, number: np.ndarray | None = None):

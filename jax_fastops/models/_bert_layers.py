@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_fastops._projection import takes_bias
 from jax_fastops.bias_act import ACTIVATIONS
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._layers import in_turn
@@ -277,21 +278,13 @@ def _attention(params: dict, x, config: Config, mask, key, ops: Ops):
     return mask.of_rows(y) if isinstance(mask, Tokens) else y
 
 
-_SHORT = range(64, 129)  # tokens for which ``qkv_attention`` has a kernel of its own
-
-
 def _attention_of(bias, qkv, config: Config, ops: Ops, **options: Any):
     """Attention of a product without its bias. ``options`` are those of ``ops.attention``."""
     own = config.attention == "softmax"
     if own and not is_sharded(qkv, 1):
         # The kernel of short sequences adds the bias. Otherwise XLA does, maybe in the product.
-        short = (
-            jax.default_backend() == "gpu"
-            and qkv.shape[1] in _SHORT
-            and config.hidden_size == 64 * config.heads
-            and qkv.dtype.itemsize == 2
-            and options.keys() <= {"mask", "query_seq_lengths", "key_value_seq_lengths"}
-        )
+        short = options.keys() <= {"mask", "query_seq_lengths", "key_value_seq_lengths"}
+        short = short and takes_bias(qkv, config.heads)
         given = (qkv, bias) if short else (biased(qkv, bias),)
         return ops.qkv_attention(*given, num_heads=config.heads, **options)
     head_size = config.hidden_size // config.heads

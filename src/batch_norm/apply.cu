@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
   const Place place = PlaceOf(g, blockIdx.x);
   const Share share = ShareOf(g, place, threadIdx.x);
   const int64_t group = place.group * g.group_size;
-  const T* const x = PartOf<T>(p.call.x, group);
-  const T* const residual = PartOf<T>(p.call.residual, group);
+  const T* const x = PartOf<const T>(p.call.x, group);
+  const T* const residual = PartOf<const T>(p.call.residual, group);
   T* const y = PartOf<T>(p.call.y, group);
   uint8_t* const mask = PartOf<uint8_t>(p.call.mask, place.group * p.mask_bytes);
   const bool add = kResidual && (kAligned || residual != nullptr);
@@ -88,8 +88,7 @@ cudaError_t BatchNormApply(const BatchNormCall& call, cudaStream_t stream) {
   ElementParams params = {
       {}, call, AreAligned(call.mean, call.var, call.scale, call.bias), call.shape.mask_bytes()};
   const bool aligned = AreGroupsAligned(call, call.x, call.residual, call.y);
-  return ForDType(call.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::Type;
+  return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) {
     auto kernel = KernelOf<BatchNormKernels, ApplyKernel<T, false, true>>();
     if constexpr (sizeof(T) < 8) {  // double has only the general kernel
       if (aligned) {

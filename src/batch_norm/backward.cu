@@ -38,10 +38,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const Place place = PlaceOf(g, blockIdx.x);
   const Share share = ShareOf(g, place, threadIdx.x);
   const int64_t group = place.group * g.group_size;
-  const T* const x = PartOf<T>(p.call.x, group);
-  const T* const dy = PartOf<T>(p.call.dy, group);
+  const T* const x = PartOf<const T>(p.call.x, group);
+  const T* const dy = PartOf<const T>(p.call.dy, group);
   T* const dx = PartOf<T>(p.call.dx, group);
-  const uint8_t* const mask = PartOf<uint8_t>(p.call.mask, place.group * p.mask_bytes);
+  const uint8_t* const mask = PartOf<const uint8_t>(p.call.mask, place.group * p.mask_bytes);
   AwaitPredecessors();
   if (share.count == 0 && share.cut == 0) return;
 
@@ -111,8 +111,7 @@ cudaError_t BatchNormBackward(const BatchNormCall& call, cudaStream_t stream) {
       AreAligned(call.mean, call.var, call.scale, call.sums, call.dmean, call.dvar),
       call.shape.mask_bytes()};
   const bool aligned = AreGroupsAligned(call, call.x, call.dy, call.dx);
-  return ForDType(call.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::Type;
+  return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) {
     constexpr bool kAligned = sizeof(T) < 8;  // double has only the kernel for any address
     const auto kernel = aligned ? KernelOf<BatchNormKernels, BackwardKernel<T, kAligned>>()
                                 : KernelOf<BatchNormKernels, BackwardKernel<T, false>>();

@@ -165,27 +165,23 @@ struct Parts {
   }
 
   BatchNormStrip Strip(const Task& task) const {
-    const int64_t row = shape.channels * shape.inner;
-    BatchNormStrip strip;
-    strip.stride = cut.repeat * row;
-    strip.first = task.begin * strip.stride + task.channel * shape.inner;
-    strip.width = cut.repeat * task.channels * shape.inner;
-    strip.rows = task.end - task.begin;
-    strip.tail = task.part + 1 == parts ? shape.outer % cut.repeat * row : 0;
-    return strip;
+    const int64_t row = shape.channels * shape.inner, stride = cut.repeat * row;
+    return {.first = task.begin * stride + task.channel * shape.inner,
+            .stride = stride,
+            .width = cut.repeat * task.channels * shape.inner,
+            .rows = task.end - task.begin,
+            .tail = task.part + 1 == parts ? shape.outer % cut.repeat * row : 0};
   }
 
   BatchNormRuns Runs(const Task& task) const {
-    BatchNormRuns runs;
-    runs.first = task.channel * shape.inner;
-    runs.stride = shape.channels * shape.inner;
-    runs.channels = task.channels;
-    runs.inner = shape.inner;
-    runs.segment = cut.segment;
-    runs.segments = cut.segments;
-    runs.begin = task.begin;
-    runs.end = task.end;
-    return runs;
+    return {.first = task.channel * shape.inner,
+            .stride = shape.channels * shape.inner,
+            .channels = task.channels,
+            .inner = shape.inner,
+            .segment = cut.segment,
+            .segments = cut.segments,
+            .begin = task.begin,
+            .end = task.end};
   }
 
   // The size of a kernel's buffer for a strip.
@@ -208,7 +204,7 @@ struct Parts {
 template <typename Scalar>
 void Statistics(const BatchNormCall& call, Executor& executor) {
   const BatchNormShape& shape = call.shape;
-  const int type = static_cast<int>(call.dtype);
+  const BatchNormKernels& kernels = Kernels(call.dtype);
   const int64_t itemsize = ItemSize(call.dtype);
   Scalar* const mean = static_cast<Scalar*>(call.mean);
   Scalar* const var = static_cast<Scalar*>(call.var);
@@ -230,20 +226,20 @@ void Statistics(const BatchNormCall& call, Executor& executor) {
     double* const squares = means + channels;
     const void* x = Offset(call.x, task.group * shape.group_size() * itemsize);
     if (cut.runs) {
-      Kernels().moments_of_runs[type](x, parts.Runs(task), buffer.begin(), means, squares);
+      kernels.moments_of_runs(x, parts.Runs(task), buffer.begin(), means, squares);
       return;
     }
     Buffer<double> own(2 * width);
     const BatchNormStrip strip = parts.Strip(task);
-    Kernels().moments_of_columns[type](x, strip, buffer.begin(), own.begin(), own.begin() + width);
+    kernels.moments_of_columns(x, strip, buffer.begin(), own.begin(), own.begin() + width);
     const int64_t row = channels * shape.inner;
     std::vector<double> counts(static_cast<size_t>(cut.repeat));
     for (int64_t i = 0; i < cut.repeat; ++i) {
       counts[static_cast<size_t>(i)] =
           static_cast<double>(strip.rows + (i * row < strip.tail ? 1 : 0));
     }
-    Kernels().merge_moments(own.begin(), own.begin() + width, counts.data(), cut.repeat, row,
-                            task.channels, shape.inner, means, squares);
+    kernels.merge_moments(own.begin(), own.begin() + width, counts.data(), cut.repeat, row,
+                          task.channels, shape.inner, means, squares);
   });
   std::vector<double> counts;
   for (int64_t part = 0; part < parts.parts; ++part) counts.push_back(parts.elements(part));
@@ -252,8 +248,8 @@ void Statistics(const BatchNormCall& call, Executor& executor) {
   double* const squares = merged.begin() + channels;
   for (int64_t g = 0; g < shape.groups; ++g) {
     const double* const from = moments.begin() + g * parts.parts * 2 * channels;
-    Kernels().merge_moments(from, from + channels, counts.data(), parts.parts, 2 * channels,
-                            channels, 1, merged.begin(), squares);
+    kernels.merge_moments(from, from + channels, counts.data(), parts.parts, 2 * channels, channels,
+                          1, merged.begin(), squares);
     for (int64_t c = 0; c < channels; ++c) {
       mean[g * channels + c] = static_cast<Scalar>(merged.begin()[c]);
       var[g * channels + c] = static_cast<Scalar>(squares[c] * inverse);
@@ -295,7 +291,7 @@ BatchNormArrays OfGroup(const BatchNormCall& call, int64_t group) {
 template <typename Scalar>
 void Sums(const BatchNormCall& call, Executor& executor) {
   const BatchNormShape& shape = call.shape;
-  const int type = static_cast<int>(call.dtype);
+  const BatchNormKernels& kernels = Kernels(call.dtype);
   const int64_t itemsize = ItemSize(call.dtype);
   Scalar* const sums = static_cast<Scalar*>(call.sums);
   const int64_t channels = shape.channels;
@@ -323,8 +319,8 @@ void Sums(const BatchNormCall& call, Executor& executor) {
     if (cut.runs) {
       const void* coefficients[] = {group_mean + task.channel,
                                     has_dx ? group_factor + task.channel : nullptr};
-      Kernels().sums_of_runs[type](from, parts.Runs(task), shape.mask_bytes(), coefficients,
-                                   buffer.begin(), first, first + channels);
+      kernels.sums_of_runs(from, parts.Runs(task), shape.mask_bytes(), coefficients, buffer.begin(),
+                           first, first + channels);
       return;
     }
     const int64_t padded = RoundUp(width, kBatchNormSlack);
@@ -335,18 +331,18 @@ void Sums(const BatchNormCall& call, Executor& executor) {
     }
     const void* coefficients[] = {table.begin(), table.begin() + padded};
     Buffer<double> own(2 * width);
-    Kernels().sums_of_columns[type](from, parts.Strip(task), shape.mask_bytes(), coefficients,
-                                    buffer.begin(), own.begin(), own.begin() + width);
+    kernels.sums_of_columns(from, parts.Strip(task), shape.mask_bytes(), coefficients,
+                            buffer.begin(), own.begin(), own.begin() + width);
     for (int64_t i = 0; i < 2; ++i) {
-      Kernels().merge_sums(own.begin() + i * width, cut.repeat, channels * shape.inner,
-                           task.channels, shape.inner, first + i * channels);
+      kernels.merge_sums(own.begin() + i * width, cut.repeat, channels * shape.inner, task.channels,
+                         shape.inner, first + i * channels);
     }
   });
   const double inverse = 1 / static_cast<double>(shape.outer * shape.inner);
   Buffer<double> merged(2 * channels);
   for (int64_t g = 0; g < shape.groups; ++g) {
-    Kernels().merge_sums(all.begin() + g * parts.parts * 2 * channels, parts.parts, 2 * channels,
-                         2 * channels, 1, merged.begin());
+    kernels.merge_sums(all.begin() + g * parts.parts * 2 * channels, parts.parts, 2 * channels,
+                       2 * channels, 1, merged.begin());
     for (int64_t c = 0; c < 2 * channels; ++c) {
       sums[g * 2 * channels + c] = static_cast<Scalar>(merged.begin()[c] * inverse);
     }
@@ -355,13 +351,21 @@ void Sums(const BatchNormCall& call, Executor& executor) {
 
 // ---- Element-wise passes ------------------------------------------------------------------------
 
-// Calls kernel(group, elements) on pieces of the groups. `values` are the coefficients, [groups,
-// channels]. Null stands for -0.0, the neutral element of addition.
+// Calls kernel(group, elements) on pieces of the groups, of which `moved` arrays are moved.
+// `values` are the coefficients, [groups, channels]. Null stands for -0.0, the neutral element of
+// addition.
 template <typename Scalar, int kCount, typename Kernel>
-void OverElements(const BatchNormShape& shape, double bytes_per_element,
-                  const Scalar* const (&values)[kCount], bool stream, Executor& executor,
-                  const Kernel& kernel) {
+void OverElements(const BatchNormCall& call, int moved, const Scalar* const (&values)[kCount],
+                  const void* output, Executor& executor, const Kernel& kernel) {
+  const BatchNormShape& shape = call.shape;
   const int64_t size = shape.group_size(), channels = shape.channels;
+  const int64_t itemsize = ItemSize(call.dtype), group_bytes = size * itemsize;
+  const double bytes_per_element = static_cast<double>(moved * itemsize);
+  const bool stream = ShouldStream(shape.groups * group_bytes) &&
+                      IsWholeLines(output, shape.groups == 1 ? 0 : group_bytes);
+  const auto fence = [&] {
+    if (stream) Kernels(call.dtype).fence();
+  };
   const Cut cut(shape, size < kFewElements ? kOfFewElements : kOfElements);
   BatchNormKernels::Elements all = {};
   all.stream = stream;
@@ -389,7 +393,7 @@ void OverElements(const BatchNormShape& shape, double bytes_per_element,
                     kernel(group, some);
                     begin += last - first;
                   }
-                  if (stream) Kernels().fence();
+                  fence();
                 });
     return;
   }
@@ -430,41 +434,27 @@ void OverElements(const BatchNormShape& shape, double bytes_per_element,
           }
           begin += last - first;
         }
-        if (stream) Kernels().fence();
+        fence();
       });
-}
-
-// Whether every group of an output begins at a whole cache line, and streaming stores pay off.
-bool CanStream(const BatchNormShape& shape, int64_t itemsize, const void* output) {
-  const int64_t group_bytes = shape.group_size() * itemsize;
-  return ShouldStream(shape.groups * group_bytes) &&
-         reinterpret_cast<uintptr_t>(output) % 64 == 0 &&
-         (shape.groups == 1 || group_bytes % 64 == 0);
 }
 
 template <typename Scalar>
 void Apply(const BatchNormCall& call, Executor& executor) {
-  const BatchNormShape& shape = call.shape;
-  const int type = static_cast<int>(call.dtype);
-  const int64_t itemsize = ItemSize(call.dtype);
-  Buffer<Scalar> factor(shape.groups * shape.channels);
+  const BatchNormKernels& kernels = Kernels(call.dtype);
+  Buffer<Scalar> factor(call.shape.groups * call.shape.channels);
   Factors<Scalar>(call, factor.begin(), executor);
   const Scalar* const values[] = {static_cast<const Scalar*>(call.mean), factor.begin(),
                                   static_cast<const Scalar*>(call.bias)};
-  const bool stream = CanStream(shape, itemsize, call.y);
-  const int moved = 2 + Count(call.residual);
-  OverElements(shape, static_cast<double>(moved * itemsize), values, stream, executor,
+  OverElements(call, 2 + Count(call.residual), values, call.y, executor,
                [&](int64_t group, const BatchNormKernels::Elements& elements) {
-                 Kernels().apply[type](OfGroup(call, group), call.relu, elements);
+                 kernels.apply(OfGroup(call, group), call.relu, elements);
                });
 }
 
 template <typename Scalar>
 void Backward(const BatchNormCall& call, Executor& executor) {
-  const BatchNormShape& shape = call.shape;
-  const int type = static_cast<int>(call.dtype);
-  const int64_t itemsize = ItemSize(call.dtype);
-  const int64_t channels = shape.channels, all = shape.groups * channels;
+  const BatchNormKernels& kernels = Kernels(call.dtype);
+  const int64_t channels = call.shape.channels, all = call.shape.groups * channels;
   Buffer<Scalar> coefficients(3 * all);
   Scalar* const factor = coefficients.begin();
   const Scalar* const sums = static_cast<const Scalar*>(call.sums);
@@ -479,10 +469,9 @@ void Backward(const BatchNormCall& call, Executor& executor) {
   });
   const Scalar* const values[] = {static_cast<const Scalar*>(call.mean), factor, factor + all,
                                   factor + 2 * all, static_cast<const Scalar*>(call.dmean)};
-  const bool stream = CanStream(shape, itemsize, call.dx);
-  OverElements(shape, static_cast<double>(3 * itemsize), values, stream, executor,
+  OverElements(call, 3, values, call.dx, executor,
                [&](int64_t group, const BatchNormKernels::Elements& elements) {
-                 Kernels().backward[type](OfGroup(call, group), elements);
+                 kernels.backward(OfGroup(call, group), elements);
                });
 }
 

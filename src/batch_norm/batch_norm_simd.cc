@@ -11,6 +11,9 @@
 // Element-wise passes process flat blocks of a group, independent of where rows begin, so that the
 // mask bits of a block are whole bytes. A block may contain the end of one run and the beginning of
 // the next. It then has the coefficients of both.
+//
+// The next block is prefetched where several rows are read at a time, or short runs: the hardware
+// does not follow these, and stops at the end of a page.
 #include "batch_norm/batch_norm_simd.h"
 
 #include "core/cpu/block_math.h"
@@ -28,8 +31,6 @@ constexpr int64_t kSample = 8;
 // The number of rows that are processed together.
 constexpr int kRows = 4;
 
-FASTOPS_INLINE int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
-
 FASTOPS_INLINE const char* Bytes(const void* p, int64_t offset) {
   return static_cast<const char*>(p) + offset;
 }
@@ -39,6 +40,51 @@ template <typename Scalar>
 FASTOPS_INLINE const Scalar* Values(const void* p) {
   return static_cast<const Scalar*>(p);
 }
+
+// ---- Parts --------------------------------------------------------------------------------------
+
+// result[c] = the sum of value(part, index in the part, c) over all indices of channel c.
+template <typename F>
+FASTOPS_INLINE void OverParts(int64_t parts, int64_t channels, int64_t inner,
+                              double* __restrict result, const F& value) {
+  for (int64_t c = 0; c < channels; ++c) result[c] = 0;
+  for (int64_t part = 0; part < parts; ++part) {
+    if (inner == 1) {
+      for (int64_t c = 0; c < channels; ++c) result[c] += value(part, c, c);
+      continue;
+    }
+    for (int64_t c = 0; c < channels; ++c) {
+      double sum = 0;
+      for (int64_t i = 0; i < inner; ++i) sum += value(part, c * inner + i, c);
+      result[c] += sum;
+    }
+  }
+}
+
+void MergeSums(const double* sums, int64_t parts, int64_t stride, int64_t channels, int64_t inner,
+               double* result) {
+  OverParts(parts, channels, inner, result, [&](int64_t part, int64_t i, int64_t) FASTOPS_LAMBDA {
+    return sums[part * stride + i];
+  });
+}
+
+void MergeMoments(const double* mean, const double* squares, const double* counts, int64_t parts,
+                  int64_t stride, int64_t channels, int64_t inner, double* __restrict mean_result,
+                  double* __restrict squares_result) {
+  double total = 0;
+  for (int64_t part = 0; part < parts; ++part) total += counts[part] * static_cast<double>(inner);
+  OverParts(parts, channels, inner, mean_result,
+            [&](int64_t part, int64_t i, int64_t)
+                FASTOPS_LAMBDA { return counts[part] * mean[part * stride + i]; });
+  for (int64_t c = 0; c < channels; ++c) mean_result[c] /= total;
+  OverParts(parts, channels, inner, squares_result,
+            [&](int64_t part, int64_t i, int64_t c) FASTOPS_LAMBDA {
+              const double d = mean[part * stride + i] - mean_result[c];
+              return squares[part * stride + i] + counts[part] * (d * d);
+            });
+}
+
+// ---- One dtype ----------------------------------------------------------------------------------
 
 template <typename E>
 struct BatchNorm {
@@ -55,13 +101,6 @@ struct BatchNorm {
   static FASTOPS_INLINE Vectors Cleared(Extent, Vectors v, int64_t count) {
     if constexpr (Extent::kWhole) return v;
     return Select(FirstOfPair<A>(count), v, SetPair<A>(0));
-  }
-
-  // Prefetches the block `ahead` bytes later. The hardware prefetcher does not follow several rows
-  // at a time or short runs, and stops at the end of a page.
-  static FASTOPS_INLINE void FetchBlock(const char* p, int64_t ahead) {
-    FetchAhead(p, ahead);
-    if constexpr (kBlock * E::kBytes > 64) FetchAhead(p, ahead + 64);
   }
 
   // ---- Moments ----
@@ -101,7 +140,7 @@ struct BatchNorm {
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) {
         const char* p = x + r * row_bytes + i * E::kBytes;
-        FetchBlock(p, kCount * row_bytes);
+        FetchBlock<E>(p, kCount * row_bytes);
         const Vectors d = Sub(LoadElements<E>(extent, p, count), k);
         sum = Add(sum, d);
         square = MulAdd(d, d, square);
@@ -248,7 +287,7 @@ struct BatchNorm {
                      auto extent, int64_t i, int64_t count, Vectors* sum, Vectors* square)
                      FASTOPS_LAMBDA {
                        const char* const p = Bytes(x, i * E::kBytes);
-                       if (fetch) FetchBlock(p, ahead);
+                       if (fetch) FetchBlock<E>(p, ahead);
                        const Vectors v = LoadElements<E>(extent, p, count);
                        const Vectors d = Cleared(extent, Sub(v, k), count);
                        *sum = Add(*sum, d);
@@ -280,46 +319,36 @@ struct BatchNorm {
 
   // The inputs of the sums, and the outputs that are stored in the same pass.
   struct Gradient {
-    const char* x;
-    const char* dy;
-    const char* dy2;
-    const uint8_t* mask;
+    BatchNormArrays of;
     int64_t mask_bytes;
-    char* dx;
-    char* dresidual;
 
-    Gradient(const BatchNormArrays& arrays, int64_t bytes)
-        : x(static_cast<const char*>(arrays.x)),
-          dy(static_cast<const char*>(arrays.dy)),
-          dy2(static_cast<const char*>(arrays.dy2)),
-          mask(static_cast<const uint8_t*>(arrays.mask)),
-          mask_bytes(bytes),
-          dx(static_cast<char*>(arrays.dx)),
-          dresidual(static_cast<char*>(arrays.dresidual)) {}
-
-    FASTOPS_INLINE void Fetch(int64_t at, int64_t ahead) const {
-      FetchBlock(x + at * E::kBytes, ahead);
-      FetchBlock(dy + at * E::kBytes, ahead);
-      if (dy2 != nullptr) FetchBlock(dy2 + at * E::kBytes, ahead);
+    FASTOPS_INLINE void Fetch(int64_t i, int64_t ahead) const {
+      FetchBlock<E>(Bytes(of.x, i * E::kBytes), ahead);
+      FetchBlock<E>(Bytes(of.dy, i * E::kBytes), ahead);
+      if (of.dy2 != nullptr) FetchBlock<E>(Bytes(of.dy2, i * E::kBytes), ahead);
     }
 
     template <typename Extent, typename Factor>
-    FASTOPS_INLINE void operator()(Extent extent, int64_t at, int64_t count, Vectors mean,
+    FASTOPS_INLINE void operator()(Extent extent, int64_t i, int64_t count, Vectors mean,
                                    const Factor& factor, Vectors* sum, Vectors* product) const {
-      Vectors g = LoadElements<E>(extent, dy + at * E::kBytes, count);
-      if (dy2 != nullptr) {
-        g = E::Widen(E::Narrow(Add(g, LoadElements<E>(extent, dy2 + at * E::kBytes, count))));
+      const int64_t at = i * E::kBytes;
+      Vectors g = LoadElements<E>(extent, Bytes(of.dy, at), count);
+      if (of.dy2 != nullptr) {
+        g = E::Widen(E::Narrow(Add(g, LoadElements<E>(extent, Bytes(of.dy2, at), count))));
       }
-      if (mask != nullptr) g = Select(BitsAt(mask, mask_bytes, at), Loaded<A>(g), SetPair<A>(0));
-      const Vectors v = LoadElements<E>(extent, x + at * E::kBytes, count);
+      if (of.mask != nullptr) {
+        const auto* const mask = static_cast<const uint8_t*>(of.mask);
+        g = Select(BitsAt(mask, mask_bytes, i), Loaded<A>(g), SetPair<A>(0));
+      }
+      const Vectors v = LoadElements<E>(extent, Bytes(of.x, at), count);
       const Vectors d = Cleared(extent, Sub(v, mean), count);
       *sum = Add(*sum, g);
       *product = MulAdd(g, d, *product);
-      if (dx != nullptr) {
-        StoreElements<E, false>(extent, dx + at * E::kBytes, E::Narrow(Mul(g, factor())), count);
+      if (of.dx != nullptr) {
+        StoreElements<E, false>(extent, Bytes(of.dx, at), E::Narrow(Mul(g, factor())), count);
       }
-      if (dresidual != nullptr) {
-        StoreElements<E, false>(extent, dresidual + at * E::kBytes, E::Narrow(g), count);
+      if (of.dresidual != nullptr) {
+        StoreElements<E, false>(extent, Bytes(of.dresidual, at), E::Narrow(g), count);
       }
     }
   };
@@ -353,7 +382,7 @@ struct BatchNorm {
   static void SumsOfColumns(const BatchNormArrays& arrays, const BatchNormStrip& strip,
                             int64_t mask_bytes, const void* const* coefficients, void* buffer,
                             double* sums, double* products) {
-    const Gradient gradient(arrays, mask_bytes);
+    const Gradient gradient = {arrays, mask_bytes};
     const Scalar* const mean = Values<Scalar>(coefficients[0]);
     const Scalar* const factor = Values<Scalar>(coefficients[1]);
     Scalar* const s = static_cast<Scalar*>(buffer);
@@ -374,7 +403,7 @@ struct BatchNorm {
   static void SumsOfRuns(const BatchNormArrays& arrays, const BatchNormRuns& runs,
                          int64_t mask_bytes, const void* const* coefficients, void* buffer,
                          double* sums, double* products) {
-    const Gradient gradient(arrays, mask_bytes);
+    const Gradient gradient = {arrays, mask_bytes};
     const Scalar* const means = Values<Scalar>(coefficients[0]);
     const Scalar* const factors = Values<Scalar>(coefficients[1]);
     for (int64_t c = 0; c < runs.channels; ++c) sums[c] = products[c] = 0;
@@ -514,63 +543,14 @@ struct BatchNorm {
     WithFlags([&]<bool kStream>() { BackwardTo<kStream>(arrays, elements); },
               kStreams && elements.stream);
   }
+
+  static constexpr BatchNormKernels kKernels = {MomentsOfColumns, MomentsOfRuns, SumsOfColumns,
+                                                SumsOfRuns,       Apply,         Backward,
+                                                MergeMoments,     MergeSums,     StreamFence};
 };
-
-// ---- Parts --------------------------------------------------------------------------------------
-
-// result[c] = the sum of value(part, index in the part, c) over all indices of channel c.
-template <typename F>
-FASTOPS_INLINE void OverParts(int64_t parts, int64_t channels, int64_t inner,
-                              double* __restrict result, const F& value) {
-  for (int64_t c = 0; c < channels; ++c) result[c] = 0;
-  for (int64_t part = 0; part < parts; ++part) {
-    if (inner == 1) {
-      for (int64_t c = 0; c < channels; ++c) result[c] += value(part, c, c);
-      continue;
-    }
-    for (int64_t c = 0; c < channels; ++c) {
-      double sum = 0;
-      for (int64_t i = 0; i < inner; ++i) sum += value(part, c * inner + i, c);
-      result[c] += sum;
-    }
-  }
-}
-
-void MergeSums(const double* sums, int64_t parts, int64_t stride, int64_t channels, int64_t inner,
-               double* result) {
-  OverParts(parts, channels, inner, result, [&](int64_t part, int64_t i, int64_t) FASTOPS_LAMBDA {
-    return sums[part * stride + i];
-  });
-}
-
-void MergeMoments(const double* mean, const double* squares, const double* counts, int64_t parts,
-                  int64_t stride, int64_t channels, int64_t inner, double* __restrict mean_result,
-                  double* __restrict squares_result) {
-  double total = 0;
-  for (int64_t part = 0; part < parts; ++part) total += counts[part] * static_cast<double>(inner);
-  OverParts(parts, channels, inner, mean_result,
-            [&](int64_t part, int64_t i, int64_t)
-                FASTOPS_LAMBDA { return counts[part] * mean[part * stride + i]; });
-  for (int64_t c = 0; c < channels; ++c) mean_result[c] /= total;
-  OverParts(parts, channels, inner, squares_result,
-            [&](int64_t part, int64_t i, int64_t c) FASTOPS_LAMBDA {
-              const double d = mean[part * stride + i] - mean_result[c];
-              return squares[part * stride + i] + counts[part] * (d * d);
-            });
-}
 
 }  // namespace
 
-const BatchNormKernels batch_norm_kernels = {
-    FASTOPS_EACH_DTYPE(BatchNorm, MomentsOfColumns),
-    FASTOPS_EACH_DTYPE(BatchNorm, MomentsOfRuns),
-    FASTOPS_EACH_DTYPE(BatchNorm, SumsOfColumns),
-    FASTOPS_EACH_DTYPE(BatchNorm, SumsOfRuns),
-    FASTOPS_EACH_DTYPE(BatchNorm, Apply),
-    FASTOPS_EACH_DTYPE(BatchNorm, Backward),
-    MergeMoments,
-    MergeSums,
-    StreamFence,
-};
+const BatchNormKernels batch_norm_kernels[] = FASTOPS_EACH_DTYPE(BatchNorm, kKernels);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

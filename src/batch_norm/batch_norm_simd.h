@@ -43,30 +43,25 @@ struct BatchNormRuns {
   int64_t end;
 };
 
-// Arrays of function pointers are indexed by DType, unless noted. Array arguments are those of one
-// group. Coefficients for sums are accumulators: for columns, one for each position of the strip;
-// for runs, one for each of their channels.
+// Array arguments are those of one group. Coefficients for sums are accumulators: for columns, one
+// for each position of the strip; for runs, one for each of their channels.
 struct BatchNormKernels {
   // For each position or channel: the mean, and the sum of the squared deviations from it. Buffers:
   // 3 * (width + slack) accumulators, or (4 * slack + 1) * channels.
-  using MomentsOfColumns = void(const void* x, const BatchNormStrip& strip, void* buffer,
-                                double* mean, double* squares);
-  using MomentsOfRuns = void(const void* x, const BatchNormRuns& runs, void* buffer, double* mean,
+  void (*moments_of_columns)(const void* x, const BatchNormStrip& strip, void* buffer, double* mean,
                              double* squares);
-  MomentsOfColumns* moments_of_columns[kNumDTypes];
-  MomentsOfRuns* moments_of_runs[kNumDTypes];
+  void (*moments_of_runs)(const void* x, const BatchNormRuns& runs, void* buffer, double* mean,
+                          double* squares);
 
   // For each position or channel: sum(g) and sum(g * (x - mean)). Also writes dx and dresidual if
   // requested. Coefficients: the mean, and for dx its factor. Buffers: 2 * (width + slack)
   // accumulators, or 4 * slack * channels.
-  using SumsOfColumns = void(const BatchNormArrays& arrays, const BatchNormStrip& strip,
-                             int64_t mask_bytes, const void* const* coefficients, void* buffer,
-                             double* sums, double* products);
-  using SumsOfRuns = void(const BatchNormArrays& arrays, const BatchNormRuns& runs,
+  void (*sums_of_columns)(const BatchNormArrays& arrays, const BatchNormStrip& strip,
                           int64_t mask_bytes, const void* const* coefficients, void* buffer,
                           double* sums, double* products);
-  SumsOfColumns* sums_of_columns[kNumDTypes];
-  SumsOfRuns* sums_of_runs[kNumDTypes];
+  void (*sums_of_runs)(const BatchNormArrays& arrays, const BatchNormRuns& runs, int64_t mask_bytes,
+                       const void* const* coefficients, void* buffer, double* sums,
+                       double* products);
 
   // Elements [begin, end) of a group. Both are multiples of the slack, but `end` may also be the
   // end of the group. For columns: the same elements of `rows` rows, which are `stride` apart. If
@@ -81,10 +76,8 @@ struct BatchNormKernels {
     const void* coefficients[5];
     bool stream;
   };
-  using Apply = void(const BatchNormArrays& arrays, bool relu, const Elements& elements);
-  using Backward = void(const BatchNormArrays& arrays, const Elements& elements);
-  Apply* apply[kNumDTypes];
-  Backward* backward[kNumDTypes];
+  void (*apply)(const BatchNormArrays& arrays, bool relu, const Elements& elements);
+  void (*backward)(const BatchNormArrays& arrays, const Elements& elements);
 
   // Merges the moments of `parts` parts. Each mean of part j has counts[j] elements. In each part,
   // a channel has `inner` contiguous means. Parts are `stride` apart.
@@ -98,6 +91,6 @@ struct BatchNormKernels {
   // Must follow streaming stores.
   void (*fence)();
 };
-FASTOPS_DECLARE_KERNELS(BatchNormKernels, batch_norm_kernels)
+FASTOPS_DECLARE_KERNELS(BatchNormKernels, batch_norm_kernels[kNumDTypes])
 
 }  // namespace jax_fastops::cpu

@@ -1,5 +1,4 @@
-// Sums of deviations from a shift that follows the mean. batch_norm_statistics.cu explains the
-// method.
+// Sums of deviations from a shift that follows the mean. statistics.cu explains the method.
 #pragma once
 
 #include "batch_norm/fold.cuh"

@@ -48,6 +48,14 @@ struct FoldBuffer {
   __device__ __forceinline__ static int IndexOf(uint32_t thread, uint32_t i) {
     return static_cast<int>(i * kRow + thread + thread / kWarpSize);
   }
+  // Stores the pairs of this thread.
+  __device__ __forceinline__ void Put(const Pair<V> (&pairs)[kUnit]) {
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) value[k][IndexOf(threadIdx.x, i)] = pairs[i].value[k];
+    }
+  }
 };
 
 // Adds the pairs of the block's threads for each slot and writes them to `workspace`, which is that
@@ -57,13 +65,7 @@ __device__ __forceinline__ void Fold(const Geometry& g, const Place& place,
                                      const Pair<V> (&pairs)[kUnit], FoldBuffer<V>& buffer,
                                      V* workspace) {
   constexpr int kBatch = 4;
-#pragma unroll
-  for (int i = 0; i < kUnit; ++i) {
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      buffer.value[k][buffer.IndexOf(threadIdx.x, i)] = pairs[i].value[k];
-    }
-  }
+  buffer.Put(pairs);
   const TileRuns runs = RunsOf(g, place.tile);
   __syncthreads();
 
@@ -226,8 +228,7 @@ cudaError_t LaunchSums(const BatchNormCall& call, void (*sum)(Params), int resid
     return cudaErrorInvalidConfiguration;
   }
   MakeFinish(call, geometry, &sums.f);
-  error = Launch(sum, {.grid = dim3(BlocksOf(shape, geometry)), .block = dim3(kThreads)}, stream,
-                 *params);
+  error = Launch(sum, Grid(BlocksOf(shape, geometry), kThreads), stream, *params);
   if (error != cudaSuccess) return error;
   return FinishSums<BatchNormKernels>(sums, shape.groups, {{shape.channels, sums.f.entries}},
                                       stream);

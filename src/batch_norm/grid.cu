@@ -14,34 +14,22 @@ namespace {
 
 using namespace batch_norm;  // NOLINT: this file is a part of it
 
-using Config = ResidentConfig<2, 8, 2>;
-
-int64_t BytesOf(const BatchNormCall& call) {
-  return call.shape.groups * call.shape.group_size() * static_cast<int64_t>(DTypeSize(call.dtype));
-}
-
 cudaError_t LaunchResident(const BatchNormCall& call, cudaStream_t stream) {
   const bool residual = call.residual != nullptr;
   return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) {
     if constexpr (sizeof(T) == 8) {
       return cudaErrorCooperativeLaunchTooLarge;
     } else {
-      const auto kernel = residual ? KernelOf<BatchNormKernels, ResidentKernel<T, true, Config>>()
-                                   : KernelOf<BatchNormKernels, ResidentKernel<T, false, Config>>();
-      return LaunchGrid<Config>(
-          BytesOf(call), stream,
-          [&](const ResidentDevice& device, GridPlan* plan) {
-            return MakeResidentPlan<T, Config>(call, device, plan);
-          },
-          // With a low `spread` many blocks are idle, as for NCHW with few rows. The busy blocks
-          // then have too few loads of the residual in flight, so a residual requires a higher
-          // spread.
-          [&](const GridPlan& plan) {
-            return plan.spread >= (residual ? 0.85 : 0.7) && plan.kept >= 0.1;
-          },
-          [&](const auto& launch, const GridPlan& plan) {
-            return launch(kernel, MakeResidentParams(call, plan));
-          });
+      const auto kernel = residual ? KernelOf<BatchNormKernels, ResidentKernel<T, true>>()
+                                   : KernelOf<BatchNormKernels, ResidentKernel<T, false>>();
+      // With a low `spread` many blocks are idle, as for NCHW with few rows. The busy blocks then
+      // have too few loads of the residual in flight, so a residual requires a higher spread.
+      const auto pays = [&](const GridPlan& plan) {
+        return plan.spread >= (residual ? 0.85 : 0.7) && plan.kept >= 0.1;
+      };
+      const int64_t pairs = call.workspace_size / (2 * sizeof(double) / sizeof(float));
+      return LaunchGrid<RingOf<T, 1>, double>(call, 1, pairs, kernel, MakeResidentParams, pays,
+                                              stream);
     }
   });
 }
@@ -52,23 +40,17 @@ cudaError_t LaunchGradient(const BatchNormCall& call, cudaStream_t stream) {
     if constexpr (sizeof(T) == 8) {
       return cudaErrorCooperativeLaunchTooLarge;
     } else {
-      const auto kernel = mask ? KernelOf<BatchNormKernels, GradientKernel<T, true, Config>>()
-                               : KernelOf<BatchNormKernels, GradientKernel<T, false, Config>>();
-      return LaunchGrid<Config>(
-          2 * BytesOf(call), stream,
-          [&](const ResidentDevice& device, GridPlan* plan) {
-            return MakeGradientPlan<T, Config>(call, device, plan);
-          },
-          // 16-bit units do the same arithmetic for half the bytes. They lose more time to the
-          // loads of mask words and to the block with the most work, so their limits are higher.
-          [&](const GridPlan& plan) {
-            constexpr bool kNarrow = sizeof(T) < 4;
-            return plan.spread >= (kNarrow ? 0.86 : 0.78) &&
-                   plan.kept >= (kNarrow && mask ? 0.13 : 0.05);
-          },
-          [&](const auto& launch, const GridPlan& plan) {
-            return launch(kernel, MakeGradientParams(call, plan));
-          });
+      const auto kernel = mask ? KernelOf<BatchNormKernels, GradientKernel<T, true>>()
+                               : KernelOf<BatchNormKernels, GradientKernel<T, false>>();
+      // 16-bit units do the same arithmetic for half the bytes. They lose more time to the loads of
+      // mask words and to the block with the most work, so their limits are higher.
+      const auto pays = [&](const GridPlan& plan) {
+        constexpr bool kNarrow = sizeof(T) < 4;
+        return plan.spread >= (kNarrow ? 0.86 : 0.78) &&
+               plan.kept >= (kNarrow && mask ? 0.13 : 0.05);
+      };
+      return LaunchGrid<GradientRing<T>, float>(call, 2, call.workspace_size / 2, kernel,
+                                                MakeGradientParams, pays, stream);
     }
   });
 }

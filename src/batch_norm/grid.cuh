@@ -25,14 +25,9 @@
 
 namespace jax_fastops::cuda::batch_norm {
 
-// Build parameters of a kernel: blocks per SM, 16-byte words of the arrays that a thread keeps in
-// registers, and log2 of the fewest channels that a block finishes (if there are that many).
-template <int kBlocks_, int kWords_, int kLogFinish_>
-struct ResidentConfig {
-  static constexpr int kBlocks = kBlocks_;
-  static constexpr int kWords = kWords_;
-  static constexpr int kLogFinish = kLogFinish_;
-};
+// Blocks per SM, 16-byte words of the arrays that a thread keeps in registers, copy steps in
+// flight, and log2 of the fewest channels that a block finishes (if there are that many).
+inline constexpr int kResidentBlocks = 2, kKeptWords = 8, kRingAhead = 3, kLogFinish = 2;
 
 // How the first blocks of the grid finish the channels. A block has 1 << log_width of a group.
 struct FinishBlocks {
@@ -53,9 +48,29 @@ struct GridParams {
   __host__ __device__ const Geometry& geometry() const { return finish.geometry; }
 };
 
-// Copy steps in flight.
-template <typename Config>
-inline constexpr int kRingAhead = Config::kBlocks > 2 ? 2 : 3;
+// A thread's part of the ring, with a unit of each of kArrays arrays in a slot, and kMore bytes.
+// Unit j is in slot j % slots. Corresponding words of consecutive threads are adjacent.
+template <typename T, int kArrays, int kMore = 0>
+struct RingOf {
+  static constexpr int kAccesses = UnitVec<T>::kAccesses;  // of a unit of one array
+  static constexpr int kSlotBytes = kThreads * (kArrays * kAccesses * 16 + kMore);
+  // Units that are copied, and used, at a time; units in registers.
+  static constexpr int kStep = 4 / kArrays / kAccesses, kKept = kKeptWords / kArrays / kAccesses;
+};
+
+// Bytes of shared memory for a Fold of `V`.
+template <typename V>
+inline constexpr int kFoldBytes = (static_cast<int>(sizeof(FoldBuffer<V>)) + 15) / 16 * 16;
+
+// Data that stays on the chip is not read again, so L2 may evict it first.
+struct CopyPolicies {
+  uint64_t once, again;
+
+  __device__ __forceinline__ CopyPolicies() {
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(again));
+  }
+};
 
 __device__ __forceinline__ void CountRelease(uint32_t* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(counter))
@@ -97,13 +112,7 @@ __device__ __forceinline__ void FoldPlain(const Geometry& g, const Place& place,
                                           V* workspace) {
   constexpr int kTileUnits = kThreads / kUnit;
   static_assert(kTileUnits == kWarpSize);
-#pragma unroll
-  for (int i = 0; i < kUnit; ++i) {
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      buffer.value[k][buffer.IndexOf(threadIdx.x, i)] = pairs[i].value[k];
-    }
-  }
+  buffer.Put(pairs);
   __syncthreads();
   const uint32_t element = threadIdx.x;
   V sums[2] = {};
@@ -197,7 +206,7 @@ __device__ __forceinline__ void FinishGrid(const Finish& f, const FinishBlocks& 
 // -------------------------------------------------------------------------------------------------
 // Host
 
-// What a device offers to a kernel with a given number of blocks per SM.
+// What a device offers to a cooperative kernel; 0 processors if it runs none.
 struct ResidentDevice {
   int processors = 0;
   int shared_bytes = 0;  // per block
@@ -229,28 +238,28 @@ inline bool MakeResidentGeometry(const BatchNormShape& shape, int64_t blocks, in
 
 // How the blocks of a kernel divide a shape, and how much each of them keeps on the chip.
 struct GridPlan {
-  Finish finish;  // all but x and the outputs
-  FinishBlocks finish_blocks;
-  bool plain;     // FoldPlain applies
-  int32_t slots;  // of a thread's ring
+  GridParams params;  // all but x, the outputs and aligned_parameters
   unsigned blocks;
   int shared_bytes;
   double kept;    // fraction of the arrays that stays on the chip
   double spread;  // fraction of the possible block time in which blocks have work
 };
 
-// Makes the plan for a kernel of `Config`. A group's workspace has room for `pairs` pairs of sums,
-// of which one must stay free for the counter. The reduction takes `fold` bytes of shared memory. A
-// slot of the ring takes `slot_bytes`, and a thread needs at least `least` slots. `in_registers` of
-// a thread's units are kept in registers. Returns false if there is no such plan.
-template <typename Config>
-bool MakeGridPlan(const BatchNormCall& call, const ResidentDevice& device, int64_t pairs, int fold,
-                  int slot_bytes, int64_t least, int64_t in_registers, GridPlan* plan) {
+// Makes the plan for a kernel whose threads have such a ring, and whose sums are of type V. A
+// group's workspace has room for `pairs` pairs of them, of which one must stay free for the
+// counter. Returns false if there is no such plan.
+template <typename Ring, typename V>
+bool MakeGridPlan(const BatchNormCall& call, const ResidentDevice& device, int64_t pairs,
+                  GridPlan* plan) {
+  constexpr int64_t kMinSlots = kRingAhead * Ring::kStep, kKept = Ring::kKept;
+  constexpr int kFold = kFoldBytes<V>;
   const BatchNormShape& shape = call.shape;
-  const int64_t blocks = int64_t{device.processors} * Config::kBlocks;
+  const int64_t blocks = int64_t{device.processors} * kResidentBlocks;
   Geometry g;
   if (!MakeResidentGeometry(shape, blocks, pairs - 1, &g)) return false;
-  MakeFinish(call, g, &plan->finish);
+  GridParams& p = plan->params;
+  MakeFinish(call, g, &p.finish);
+  p.mask_bytes = shape.mask_bytes();
   plan->blocks = BlocksOf(shape, g);
 
   // Finish as few channels per block as the number of blocks allows, but at least 1 << kLogFinish
@@ -259,76 +268,60 @@ bool MakeGridPlan(const BatchNormCall& call, const ResidentDevice& device, int64
     return (shape.channels + (int64_t{1} << log_width) - 1) >> log_width;
   };
   int log_width = 0;
-  while (log_width < Config::kLogFinish && shape.channels >> (log_width + 1) > 0) ++log_width;
+  while (log_width < kLogFinish && shape.channels >> (log_width + 1) > 0) ++log_width;
   while (group_blocks(log_width) * shape.groups > plan->blocks) {
     if (++log_width > kMinLogWidth) return false;
   }
-  plan->finish_blocks = {log_width, static_cast<uint32_t>(group_blocks(log_width)),
-                         static_cast<uint32_t>(group_blocks(log_width) * shape.groups)};
+  p.finish_blocks = {log_width, static_cast<uint32_t>(group_blocks(log_width)),
+                     static_cast<uint32_t>(group_blocks(log_width) * shape.groups)};
 
   const int64_t turns = TurnsOf(g), longest = CeilDiv(turns, g.parts);
-  const int64_t most = (device.shared_bytes - fold) / slot_bytes;
-  if (most < least) return false;
-  plan->slots = static_cast<int32_t>(std::max(least, std::min(most, longest - in_registers)));
-  plan->shared_bytes = fold + plan->slots * slot_bytes;
-  plan->kept = std::min(1.0, static_cast<double>(plan->slots + in_registers) / longest);
+  const int64_t most = (device.shared_bytes - kFold) / Ring::kSlotBytes;
+  if (most < kMinSlots) return false;
+  p.slots = static_cast<int32_t>(std::max(kMinSlots, std::min(most, longest - kKept)));
+  plan->shared_bytes = kFold + p.slots * Ring::kSlotBytes;
+  plan->kept = std::min(1.0, static_cast<double>(p.slots + kKept) / longest);
   plan->spread =
       static_cast<double>(turns * g.tiles * shape.groups) / static_cast<double>(longest * blocks);
-  plan->plain = g.inner == 1 && g.log_width == kMinLogWidth && g.length % kThreads == 0 &&
-                kThreads % g.slots == 0;
+  p.plain = g.inner == 1 && g.log_width == kMinLogWidth && g.length % kThreads == 0 &&
+            kThreads % g.slots == 0;
   return true;
 }
 
-// Bytes of shared memory for a Fold of `V`.
-template <typename V>
-inline constexpr int kFoldBytes = (static_cast<int>(sizeof(FoldBuffer<V>)) + 15) / 16 * 16;
-
-// What the current device offers to kernels with `blocks` blocks per SM; 0 processors if it cannot
-// run cooperative kernels. The launch bounds of the kernels ensure that the registers suffice.
-inline cudaError_t GetResidentDevice(int blocks, ResidentDevice* offer) {
+// The launch bounds of the kernels ensure that the registers suffice.
+inline cudaError_t GetResidentDevice(ResidentDevice* offer) {
   constexpr int kReserved = 1024;  // bytes of shared memory that CUDA takes for each block
   Device device;
   const cudaError_t error = CurrentDevice(&device);
   if (error != cudaSuccess || !device.cooperative) return error;
   offer->processors = device.processors;
-  const int share = device.shared_per_processor / blocks - kReserved;
+  const int share = device.shared_per_processor / kResidentBlocks - kReserved;
   offer->shared_bytes = std::min(device.shared_per_block, share) / 128 * 128;
   return cudaSuccess;
 }
 
-inline GridParams ParamsOf(const BatchNormCall& call, const GridPlan& plan) {
-  GridParams p;
-  p.finish = plan.finish;
-  p.plain = plan.plain;
-  p.mask_bytes = call.shape.mask_bytes();
-  p.slots = plan.slots;
-  p.finish_blocks = plan.finish_blocks;
-  return p;
-}
-
-// Launches a cooperative kernel if it supports the shape and was measured to be faster than the
-// separate kernels: make(&plan) says whether there is a plan, and pays(plan) whether it is faster;
-// run(launch, plan) calls launch(kernel, params). Returns cudaErrorCooperativeLaunchTooLarge if the
-// separate kernels must be used, also if the device is shared and has less room than its attributes
-// say.
-template <typename Config, typename Make, typename Pays, typename Run>
-cudaError_t LaunchGrid(int64_t bytes, cudaStream_t stream, const Make& make, const Pays& pays,
-                       const Run& run) {
-  constexpr int64_t kLeastBytes = 4 << 20;  // for smaller arrays the barriers dominate the time
+// Launches a cooperative kernel, whose params(plan) are made last, if it supports the shape and was
+// measured to be faster than the separate kernels: pays(plan). Returns
+// cudaErrorCooperativeLaunchTooLarge if the separate kernels must be used, also if the device is
+// shared and has less room than its attributes say. `arrays` stay on the chip; MakeGridPlan
+// explains Ring, V and `pairs`.
+template <typename Ring, typename V, typename Params, typename Pays>
+cudaError_t LaunchGrid(const BatchNormCall& call, int arrays, int64_t pairs, void (*kernel)(Params),
+                       Params (*params)(const BatchNormCall&, const GridPlan&), const Pays& pays,
+                       cudaStream_t stream) {
+  constexpr int64_t kMinBytes = 4 << 20;  // for smaller arrays the barriers dominate the time
+  const int64_t size = call.shape.groups * call.shape.group_size() * DTypeSize(call.dtype);
   ResidentDevice device;
-  const cudaError_t error = GetResidentDevice(Config::kBlocks, &device);
+  const cudaError_t error = GetResidentDevice(&device);
   if (error != cudaSuccess) return error;
   GridPlan plan;
-  if (bytes < kLeastBytes || device.processors == 0 || !make(device, &plan) || !pays(plan)) {
+  if (arrays * size < kMinBytes || device.processors == 0 ||
+      !MakeGridPlan<Ring, V>(call, device, pairs, &plan) || !pays(plan)) {
     return cudaErrorCooperativeLaunchTooLarge;
   }
-  const LaunchConfig config = {.grid = dim3(plan.blocks),
-                               .block = dim3(kThreads),
-                               .shared = static_cast<size_t>(plan.shared_bytes),
-                               .cooperative = true};
-  return run(
-      [&](auto kernel, const auto& params) { return Launch(kernel, config, stream, params); },
-      plan);
+  LaunchConfig config = Grid(plan.blocks, kThreads, plan.shared_bytes);
+  config.cooperative = true;
+  return Launch(kernel, config, stream, params(call, plan));
 }
 
 }  // namespace jax_fastops::cuda::batch_norm

@@ -25,15 +25,6 @@ struct ResidentParams : GridParams {
   double inverse_n;
 };
 
-// A thread's part of the ring. Unit j is in slot j % slots. Corresponding words of consecutive
-// threads are adjacent.
-template <typename T>
-struct RingOf {
-  static constexpr int kAccesses = UnitVec<T>::kAccesses;
-  static constexpr int kSlotBytes = kThreads * kAccesses * 16;
-  static constexpr int kStep = 4 / kAccesses;  // units that are copied, and used, at a time
-};
-
 // sum / n. All blocks wait for this result, and a division would take most of that time. One
 // correction step makes the product as accurate.
 __device__ __forceinline__ double Average(double sum, double n, double inverse_n) {
@@ -41,14 +32,12 @@ __device__ __forceinline__ double Average(double sum, double n, double inverse_n
   return isfinite(quotient) ? fma(fma(-quotient, n, sum), inverse_n, quotient) : quotient;
 }
 
-template <typename T, bool kResidual, typename Config>
-__global__ void __launch_bounds__(kThreads, Config::kBlocks)
+template <typename T, bool kResidual>
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
     ResidentKernel(const __grid_constant__ ResidentParams p) {
   using A = ComputeType<T>;
-  using Ring = RingOf<T>;
-  constexpr int kAccesses = Ring::kAccesses, kStep = Ring::kStep;
-  constexpr int kKept = Config::kWords / kAccesses;  // units in registers
-  constexpr int kAhead = kRingAhead<Config>;
+  using Ring = RingOf<T, 1>;
+  constexpr int kAccesses = Ring::kAccesses, kStep = Ring::kStep, kKept = Ring::kKept;
   static_assert(kKept % kStep == 0);
   extern __shared__ uint4 shared[];
 
@@ -81,17 +70,14 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   const auto ring_words = [&](int slot, int w) -> uint4& {
     return ring[(slot * kAccesses + w) * kThreads];
   };
-  // Data that stays on the chip is not read again, so L2 may evict it first.
-  uint64_t once, again;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(again));
+  const CopyPolicies policies;
   int copied = 0, copy_slot = 0;
   const T* from = x + ring_first;
   const auto copy = [&] {
 #pragma unroll
     for (int k = 0; k < kStep; ++k) {
       if (copied < ringed) {
-        const uint64_t policy = copied < passing ? again : once;
+        const uint64_t policy = copied < passing ? policies.again : policies.once;
 #pragma unroll
         for (int w = 0; w < kAccesses; ++w) {
           CopyAsync16<kAccesses == 1>(&ring_words(copy_slot, w),
@@ -105,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     CommitCopies();
   };
 #pragma unroll
-  for (int k = 0; k < kAhead; ++k) copy();
+  for (int k = 0; k < kRingAhead; ++k) copy();
 
   Deviations<A> deviations[kUnit];
   const auto add = [&](const UnitVec<T>& unit) {
@@ -130,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   }
   int slot = 0;
   for (int used = 0, shift_at = 16; used < ringed; used += kStep) {
-    AwaitCopies<kAhead - 1>();
+    AwaitCopies<kRingAhead - 1>();
     if (used + kKept >= shift_at) {
       shift(used + kKept);
       shift_at = 4 * (used + kKept);
@@ -279,17 +265,8 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
 // -------------------------------------------------------------------------------------------------
 // Host
 
-// Returns false if the kernel does not support the shape.
-template <typename T, typename Config>
-bool MakeResidentPlan(const BatchNormCall& call, const ResidentDevice& device, GridPlan* plan) {
-  using Ring = RingOf<T>;
-  return MakeGridPlan<Config>(
-      call, device, call.workspace_size / (2 * sizeof(double) / sizeof(float)), kFoldBytes<double>,
-      Ring::kSlotBytes, kRingAhead<Config> * Ring::kStep, Config::kWords / Ring::kAccesses, plan);
-}
-
 inline ResidentParams MakeResidentParams(const BatchNormCall& call, const GridPlan& plan) {
-  ResidentParams p = {ParamsOf(call, plan), call, 1 / plan.finish.n};
+  ResidentParams p = {plan.params, call, 1 / plan.params.finish.n};
   p.finish.x = call.x;
   p.finish.out[0] = call.mean;
   p.finish.out[1] = call.var;

@@ -27,14 +27,8 @@ struct GradientParams : GridParams {
   const uint8_t* mask_end;
 };
 
-// A thread's part of the ring. Unit j is in slot j % slots. Corresponding words of consecutive
-// threads are adjacent.
 template <typename T>
-struct GradientRing {
-  static constexpr int kAccesses = UnitVec<T>::kAccesses;  // of a unit of one array
-  static constexpr int kSlotBytes = kThreads * (2 * kAccesses * 16 + 4);
-  static constexpr int kStep = 2 / kAccesses;  // units that are copied, and used, at a time
-};
+using GradientRing = RingOf<T, 2, 4>;
 
 // Copies the word of the mask that contains `byte`. If the mask ends, at `end`, inside that word,
 // stores only the byte at its position in the word.
@@ -49,14 +43,12 @@ __device__ __forceinline__ void CopyBitsAsync(uint32_t* to, const uint8_t* byte,
   CopyAsync<4>(to, word);
 }
 
-template <typename T, bool kMask, typename Config>
-__global__ void __launch_bounds__(kThreads, Config::kBlocks)
+template <typename T, bool kMask>
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
     GradientKernel(const __grid_constant__ GradientParams p) {
   using A = ComputeType<T>;
   using Ring = GradientRing<T>;
-  constexpr int kAccesses = Ring::kAccesses, kStep = Ring::kStep;
-  constexpr int kKept = Config::kWords / (2 * kAccesses);  // units in registers
-  constexpr int kAhead = kRingAhead<Config>;
+  constexpr int kAccesses = Ring::kAccesses, kStep = Ring::kStep, kKept = Ring::kKept;
   extern __shared__ uint4 shared[];
 
   const Geometry& g = p.geometry();
@@ -107,17 +99,14 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   const auto ring_word = [&](int slot, int w) -> uint4& {
     return ring[(slot * 2 * kAccesses + w) * kThreads];
   };
-  // Data that stays on the chip is not read again, so L2 may evict it first.
-  uint64_t once, again;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(again));
+  const CopyPolicies policies;
   int copied = 0, copy_slot = 0;
   int64_t from = ring_first;
   const auto copy = [&] {
 #pragma unroll
     for (int k = 0; k < kStep; ++k) {
       if (copied < ringed) {
-        const uint64_t policy = copied < passing ? again : once;
+        const uint64_t policy = copied < passing ? policies.again : policies.once;
 #pragma unroll
         for (int w = 0; w < kAccesses; ++w) {
           CopyAsync16<kAccesses == 1>(&ring_word(copy_slot, w),
@@ -150,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     return loaded;
   };
 #pragma unroll
-  for (int k = 0; k < kAhead; ++k) copy();
+  for (int k = 0; k < kRingAhead; ++k) copy();
 
   // First pass: the sums.
   A mean[kUnit];
@@ -169,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   int slot = 0;
   int64_t element = ring_first;
   for (int used = 0; used < ringed; used += kStep) {
-    AwaitCopies<kAhead - 1>();
+    AwaitCopies<kRingAhead - 1>();
     Loaded units[kStep];
 #pragma unroll
     for (int k = 0; k < kStep; ++k) {
@@ -284,17 +273,8 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
 // -------------------------------------------------------------------------------------------------
 // Host
 
-// Returns false if the kernel does not support the shape.
-template <typename T, typename Config>
-bool MakeGradientPlan(const BatchNormCall& call, const ResidentDevice& device, GridPlan* plan) {
-  using Ring = GradientRing<T>;
-  return MakeGridPlan<Config>(call, device, call.workspace_size / 2, kFoldBytes<ComputeType<T>>,
-                              Ring::kSlotBytes, kRingAhead<Config> * Ring::kStep,
-                              Config::kWords / 2 / Ring::kAccesses, plan);
-}
-
 inline GradientParams MakeGradientParams(const BatchNormCall& call, const GridPlan& plan) {
-  GradientParams p = {ParamsOf(call, plan), call, nullptr};
+  GradientParams p = {plan.params, call, nullptr};
   p.finish.x = p.finish.out[1] = nullptr;
   p.finish.out[0] = call.sums;
   p.finish.out_stride = 2 * call.shape.channels;

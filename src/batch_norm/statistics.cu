@@ -127,8 +127,7 @@ cudaError_t BatchNormStatistics(const BatchNormCall& call, cudaStream_t stream) 
   if (IsEmpty(call.shape)) return cudaSuccess;
   Params params = {{}, call.x, call.workspace, call.workspace_size};
   const bool aligned = AreGroupsAligned(call, call.x);
-  return ForDType(call.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::Type;
+  return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) {
     using A = ComputeType<T>;
     constexpr bool kAligned = sizeof(T) < 8;  // double has only the kernel for any address
     const auto sum = aligned ? KernelOf<BatchNormKernels, StatisticsKernel<T, kAligned>>()

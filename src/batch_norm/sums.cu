@@ -34,10 +34,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
   const Place place = PlaceOf(g, blockIdx.x);
   const Share share = ShareOf(g, place, threadIdx.x);
   const int64_t group = place.group * g.group_size;
-  const T* const x = PartOf<T>(p.call.x, group);
-  const T* const dy = PartOf<T>(p.call.dy, group);
-  const T* const dy2 = PartOf<T>(p.call.dy2, group);
-  const uint8_t* const mask = PartOf<uint8_t>(p.call.mask, place.group * p.mask_bytes);
+  const T* const x = PartOf<const T>(p.call.x, group);
+  const T* const dy = PartOf<const T>(p.call.dy, group);
+  const T* const dy2 = PartOf<const T>(p.call.dy2, group);
+  const uint8_t* const mask = PartOf<const uint8_t>(p.call.mask, place.group * p.mask_bytes);
   T* const dx = PartOf<T>(p.call.dx, group);
   T* const dresidual = PartOf<T>(p.call.dresidual, group);
 
@@ -130,8 +130,7 @@ cudaError_t BatchNormSums(const BatchNormCall& call, cudaStream_t stream) {
       {}, call, AreAligned(call.mean, call.var, call.scale), call.shape.mask_bytes()};
   const bool aligned = AreGroupsAligned(call, call.x, call.dy, call.dy2, call.dx, call.dresidual);
   const bool dx = call.dx != nullptr, dy2 = call.dy2 != nullptr;
-  return ForDType(call.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::Type;
+  return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) {
     using A = ComputeType<T>;
     // The kernel for any address and any of the arrays. No op calls for both dx and dy2.
     auto sum = KernelOf<BatchNormKernels, SumsKernel<T, false, true, true>>();

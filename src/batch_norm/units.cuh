@@ -73,13 +73,9 @@ __device__ __forceinline__ UnitVec<T> AddUnits(const UnitVec<T>& a, const UnitVe
 }
 
 // The array from element `offset`, or null if the array is null.
-template <typename T>
-__device__ __forceinline__ T* PartOf(void* array, int64_t offset) {
+template <typename T, typename Array>
+__device__ __forceinline__ T* PartOf(Array* array, int64_t offset) {
   return array == nullptr ? nullptr : static_cast<T*>(array) + offset;
-}
-template <typename T>
-__device__ __forceinline__ const T* PartOf(const void* array, int64_t offset) {
-  return array == nullptr ? nullptr : static_cast<const T*>(array) + offset;
 }
 
 // The loop over a thread's units. It calls load(element) for every unit and then use(loaded,

@@ -58,13 +58,6 @@ void BroadcastStrides(std::span<const int64_t> result, std::span<const int64_t> 
 // there are more than kMaxBroadcastArrays arrays. An empty result has one dimension of size 0.
 bool Collapse(std::span<const int64_t> result, const ArrayStrides* strides, int arrays,
               BroadcastShape* shape);
-// For one array.
-inline bool Collapse(const std::vector<int64_t>& result,
-                     const std::vector<std::vector<int64_t>>& strides, BroadcastShape* shape) {
-  ArrayStrides one;
-  std::copy(strides[0].begin(), strides[0].end(), one.at);
-  return Collapse(result, &one, 1, shape);
-}
 
 // The shape with rows in which every array has adjacent elements, or one element. If that does not
 // hold (a mask with one bit per byte; copies of an operand along a dimension of size 1), rows of

@@ -11,12 +11,6 @@ constexpr int kLogWarp = 5;
 constexpr int kThirdOfShared = 72 << 10;  // of an SM of an H100
 constexpr int64_t kMaxBlocks = 0x7fffffff;
 
-int Log2(int64_t power) {
-  int log = 0;
-  while (int64_t{1} << log < power) ++log;
-  return log;
-}
-
 // Words of `size` elements, each of which has a sum of `sum` bytes.
 struct WordsOfColumns {
   int bytes, size, sum;
@@ -54,7 +48,7 @@ ColumnsPlan PlanLong(const ColumnsShape& shape, const WordsOfColumns& words,
   ColumnsPlan plan = Begin(shape, words, false);
   ColumnsLaunch& launch = plan.launch;
   plan.threads = ColumnThreads(false, words.bytes, shape.inputs);
-  const int log_threads = Log2(plan.threads);
+  const int log_threads = CeilLog2(plan.threads);
   launch.log_threads = log_threads;
   const auto words_of = [&](int log_width) { return CeilDiv(shape.n, plan.threads >> log_width); };
   const auto held_bytes = [&](int log_width) {
@@ -72,11 +66,11 @@ ColumnsPlan PlanLong(const ColumnsShape& shape, const WordsOfColumns& words,
   // A tile is no wider than a row of inner elements, unless it would have more lanes than n has
   // elements. It is at least 64 bytes wide, unless the row is narrower: 32 bytes (a sector) are
   // slower.
-  const int narrow = std::max(0, log_threads - Log2(shape.n));
-  const int widest = std::min(log_threads, std::max(narrow, Log2(words.row_words)));
-  const int sector = std::min(widest, std::max(narrow, Log2(64 / words.bytes)));
+  const int narrow = std::max(0, log_threads - CeilLog2(shape.n));
+  const int widest = std::min(log_threads, std::max(narrow, CeilLog2(words.row_words)));
+  const int sector = std::min(widest, std::max(narrow, CeilLog2(64 / words.bytes)));
   int width = widest;
-  const int log_lanes = std::min(kLogWarp, Log2(CeilDiv(shape.n, 4)));
+  const int log_lanes = std::min(kLogWarp, CeilLog2(CeilDiv(shape.n, 4)));
   if (shape.inner == 1 && fits(log_threads - log_lanes, kThirdOfShared)) {
     // Adjacent columns are adjacent rows, so adjacent lanes access adjacent elements.
     launch.adjacent = true;
@@ -87,7 +81,7 @@ ColumnsPlan PlanLong(const ColumnsShape& shape, const WordsOfColumns& words,
     --width;
   }
   launch.held = fits(width, limits.shared_bytes);
-  if (!launch.held) width = std::min(widest, std::max(narrow, Log2(128 / words.bytes)));
+  if (!launch.held) width = std::min(widest, std::max(narrow, CeilLog2(128 / words.bytes)));
   launch.log_width = width;
   launch.words = launch.held ? static_cast<int>(words_of(width)) : 0;
   const int64_t held = launch.held ? held_bytes(width) : 0;
@@ -115,12 +109,12 @@ bool PlanRegisters(const ColumnsShape& shape, const WordsOfColumns& words, const
   // tiles. Tiles of blocks are then 256 bytes wide, or 32 elements for 16-bit types.
   const int bytes = words.bytes;
   const auto width_of = [&](int max_words) {
-    return Log2(std::min<int64_t>(words.row_words, max_words));
+    return CeilLog2(std::min<int64_t>(words.row_words, max_words));
   };
   const int warp_width = width_of(std::min(32, 128 / bytes));
   const int block_width = width_of(words.size > 1 ? 128 / bytes : bytes > 2 ? 256 / bytes : 32);
   constexpr int kLogThreads = 8;
-  int log_lanes = Log2(CeilDiv(shape.n, HeldColumnWords(bytes)));
+  int log_lanes = CeilLog2(CeilDiv(shape.n, HeldColumnWords(bytes)));
   // Small arrays use more lanes per column than are needed to hold it, within a warp, so that all
   // SMs have work.
   const auto few = [&] { return launch.columns << log_lanes < int64_t{512} * limits.processors; };
@@ -136,7 +130,7 @@ bool PlanRegisters(const ColumnsShape& shape, const WordsOfColumns& words, const
     while (log_threads > 6 && threads >> log_threads < 4 * limits.processors) --log_threads;
   } else {
     const int log_tile = std::max(kLogThreads, log_lanes + block_width);
-    log_threads = std::min(log_tile, Log2(ColumnThreads(true, bytes, shape.inputs)));
+    log_threads = std::min(log_tile, CeilLog2(ColumnThreads(true, bytes, shape.inputs)));
     launch.log_threads = log_threads;
     launch.log_blocks = log_tile - log_threads;
     const int cluster =

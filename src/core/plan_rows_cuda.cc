@@ -19,12 +19,6 @@ constexpr int64_t kFew = 4;
 // has a price for each lane.
 constexpr int64_t kMany = 4096;
 
-int LogOf(int64_t n) {  // ceil(log2(n))
-  int log = 0;
-  while (int64_t{1} << log < n) ++log;
-  return log;
-}
-
 // Bytes of the longest row for the kernel of short ones: for bfloat16 rows of 197 elements, those
 // in registers take 15% less forward and 13% less backward.
 constexpr int64_t kShortHeldRow = 256;
@@ -32,7 +26,7 @@ constexpr int64_t kShortHeldRow = 256;
 void PlanShort(const HeldShape& shape, const HeldLimits& limits, HeldPlan* plan) {
   plan->holder = RowHolder::kShort;
   plan->threads = kShortHeldThreads;
-  plan->log_lanes = LogOf(CeilDiv(shape.n, kShortHeldElements));
+  plan->log_lanes = CeilLog2(CeilDiv(shape.n, kShortHeldElements));
   // Small arrays use more lanes than are needed to hold a row, so that all SMs have work.
   while (plan->log_lanes < 5 && int64_t{1} << plan->log_lanes < shape.n &&
          shape.rows << plan->log_lanes < int64_t{256} * limits.processors) {
@@ -58,10 +52,10 @@ void PlanRegisters(const HeldShape& shape, int64_t words, const HeldLimits& limi
   const int64_t one = shape.registers_only ? 0 : small ? kMaxHeldThreads : 2;
   const int64_t two = small ? 2 * kMaxHeldThreads : 4;
   plan->words = plan->edges ? kRowWords : words <= one ? 1 : words <= two ? 2 : kRowWords;
-  plan->log_lanes = LogOf(CeilDiv(words, plan->words));
+  plan->log_lanes = CeilLog2(CeilDiv(words, plan->words));
   if (plan->edges) {  // a lane for each
     const int64_t edges = std::min<int64_t>(shape.n, 2 * (16 / shape.itemsize - 1));
-    plan->log_lanes = std::max(plan->log_lanes, LogOf(edges));
+    plan->log_lanes = std::max(plan->log_lanes, CeilLog2(edges));
   }
   plan->threads = std::max(128, 1 << plan->log_lanes);
   if (plan->log_lanes > 5) plan->threads = 1 << plan->log_lanes;
@@ -80,7 +74,7 @@ bool PlanShared(const HeldShape& shape, int64_t words, const HeldLimits& limits,
     if (cluster > limits.max_cluster || bytes > most) continue;
     plan->holder = RowHolder::kShared;
     plan->threads = large ? kMaxSharedThreads : 256;
-    plan->log_lanes = LogOf(plan->threads);
+    plan->log_lanes = CeilLog2(plan->threads);
     plan->blocks_of_row = cluster;
     plan->words_of_block = static_cast<int>(CeilDiv(words, cluster));
     plan->blocks = shape.rows * cluster;
@@ -94,7 +88,7 @@ bool PlanShared(const HeldShape& shape, int64_t words, const HeldLimits& limits,
 void PlanStreamed(const HeldShape& shape, int64_t words, const HeldLimits& limits, HeldPlan* plan) {
   plan->holder = RowHolder::kStreamed;
   plan->threads = kStreamedThreads;
-  plan->log_lanes = LogOf(kStreamedThreads);
+  plan->log_lanes = CeilLog2(kStreamedThreads);
   const int64_t chunks = CeilDiv(words, kStreamedThreads * kRowWords);
   const int64_t wanted = CeilDiv(int64_t{8} * limits.processors, shape.rows);
   const int64_t shared_by = std::min({wanted, shape.room, chunks});
@@ -129,7 +123,7 @@ RowsPlan PlanRows(const RowsShape& shape, int processors, int max_cluster) {
     const int64_t each = shape.reduces ? (rows * words < kMany * processors ? 1 : 2) * kRowWords
                          : words <= (row_bytes % 16 == 0 ? 1 : 2) * kRowWords ? kRowWords / 2
                                                                               : kRowWords;
-    plan.log_lanes = std::min(5, LogOf(CeilDiv(words, each)));
+    plan.log_lanes = std::min(5, CeilLog2(CeilDiv(words, each)));
     plan.blocks = CeilDiv(rows, plan.threads >> plan.log_lanes);
     return plan;
   }
@@ -149,7 +143,7 @@ RowsPlan PlanRows(const RowsShape& shape, int processors, int max_cluster) {
       plan.threads *= 2;
     }
   }
-  plan.log_lanes = LogOf(plan.threads);
+  plan.log_lanes = CeilLog2(plan.threads);
   plan.blocks = rows * plan.blocks_of_row;
   return plan;
 }

@@ -32,7 +32,7 @@ void OverRows(const CrossEntropyCall& call, int arrays, Executor& executor, cons
 }  // namespace
 
 void CrossEntropyForward(const CrossEntropyForwardCall& call, Executor& executor) {
-  auto* kernel = Kernels().forward[static_cast<int>(call.dtype)];
+  auto* kernel = Kernels(call.dtype).forward;
   const char* const x = static_cast<const char*>(call.logits);
   const double e = call.smoothing, z = call.z_loss;
   WithAccumulator(call.dtype, [&]<typename Scalar>() {
@@ -58,7 +58,7 @@ void CrossEntropyForward(const CrossEntropyForwardCall& call, Executor& executor
 }
 
 void CrossEntropyBackward(const CrossEntropyBackwardCall& call, Executor& executor) {
-  auto* kernel = Kernels().backward[static_cast<int>(call.dtype)];
+  auto* kernel = Kernels(call.dtype).backward;
   const char* const x = static_cast<const char*>(call.logits);
   char* const dx = static_cast<char*>(call.dx);
   const int64_t row_bytes = call.n * ItemSize(call.dtype);

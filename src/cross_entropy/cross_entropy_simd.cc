@@ -117,11 +117,12 @@ struct CrossEntropy {
         gradient.stream);
     if (label < n) block.template operator()<false>(Part(), label, 1, at_label);
   }
+
+  static constexpr CrossEntropyKernels kKernels = {Forward, Backward};
 };
 
 }  // namespace
 
-const CrossEntropyKernels cross_entropy_kernels = {FASTOPS_EACH_DTYPE(CrossEntropy, Forward),
-                                                   FASTOPS_EACH_DTYPE(CrossEntropy, Backward)};
+const CrossEntropyKernels cross_entropy_kernels[] = FASTOPS_EACH_DTYPE(CrossEntropy, kKernels);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -24,15 +24,13 @@ struct CrossEntropyGradient {
   bool stream;  // store with instructions that bypass the caches
 };
 
-// Kernels by DType, for one row of n > 0 elements and a label that is not negative.
+// For one row of n > 0 elements and a label that is not negative.
 struct CrossEntropyKernels {
-  using Forward = void(const char* x, int64_t n, int64_t label, bool smooth,
-                       CrossEntropyStatistics* found);
-  using Backward = void(const CrossEntropyGradient& gradient, const char* x, int64_t n,
-                        int64_t label, char* dx);
-  Forward* forward[kNumDTypes];
-  Backward* backward[kNumDTypes];
+  void (*forward)(const char* x, int64_t n, int64_t label, bool smooth,
+                  CrossEntropyStatistics* found);
+  void (*backward)(const CrossEntropyGradient& gradient, const char* x, int64_t n, int64_t label,
+                   char* dx);
 };
-FASTOPS_DECLARE_KERNELS(CrossEntropyKernels, cross_entropy_kernels)
+FASTOPS_DECLARE_KERNELS(CrossEntropyKernels, cross_entropy_kernels[kNumDTypes])
 
 }  // namespace jax_fastops::cpu

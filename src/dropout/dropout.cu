@@ -50,10 +50,10 @@ struct Params {
   FastDivisor row_parts;  // parts of a row: what a thread takes (Elements), or blocks of bits
   uint32_t largest;
   double scale;
-  bool aligned;     // x, the residual and y, to 16 bytes
-  bool wide_bias;   // in the compute type
-  bool bias_units;  // a unit's part of the bias is in one row, and aligned
-  bool pairs;       // Elements: a thread takes two elements
+  bool aligned = false;     // x, the residual and y, to 16 bytes
+  bool wide_bias;           // in the compute type
+  bool bias_units = false;  // a unit's part of the bias is in one row, and aligned
+  bool pairs = false;       // Elements: a thread takes two elements
 };
 
 // A small array has at most so many elements: kFew in rows that BlocksKernel takes, kSmall in
@@ -258,14 +258,10 @@ cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int6
             .row_parts = FastDivisor(static_cast<uint32_t>(CeilDiv(taken, kSeedBlock))),
             .largest = dropout.largest,
             .scale = dropout.scale,
-            .aligned = false,
             .wide_bias = arrays.wide_bias,
-            .bias_units = false,
-            .pairs = false,
         };
-        const int64_t unit = 16 / itemsize;  // elements
         params.aligned = CommonAlignment({params.x, params.residual, params.y}) == 16;
-        params.bias_units = taken % unit == 0 && CommonAlignment({params.bias}) == 16;
+        params.bias_units = taken % (16 / itemsize) == 0 && CommonAlignment({params.bias}) == 16;
         const bool added = arrays.bias != nullptr || arrays.residual != nullptr;
         int64_t threads = CeilDiv(count, UnitsTaken(sizeof(T))) * kThreads;
         auto kernel = KernelOf<DropoutFamily, UnitsKernel<T>>();

@@ -11,15 +11,6 @@ template <typename E>
 struct Dropout {
   using A = typename E::A;
 
-  using Wide = SameElement<A>;
-
-  template <typename Extent>
-  static FASTOPS_INLINE Pair<A> Bias(Extent extent, const DropoutPiece& p, int64_t i,
-                                     int64_t count) {
-    if (p.wide_bias) return LoadElements<Wide>(extent, p.bias + i * Wide::kBytes, count);
-    return LoadElements<E>(extent, p.bias + i * E::kBytes, count);
-  }
-
   static void Piece(const DropoutPiece& p, uint32_t largest, double scale) {
     uint8_t mask[kDropoutPiece / kSeedBlock];
     KeptBits(p.seed, p.block, (p.n + kSeedBlock - 1) / kSeedBlock, largest, mask);
@@ -27,7 +18,7 @@ struct Dropout {
     OverBlocks<E::kBlock>(0, p.n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
       const uint32_t bits = BitsAt<E>(extent, mask, i, count);
       Pair<A> v = Loaded<A>(LoadElements<E>(extent, p.x + i * E::kBytes, count));
-      if (p.bias != nullptr) v = Add(v, Bias(extent, p, i, count));
+      if (p.bias != nullptr) v = Add(v, LoadEither<E>(extent, p.bias, p.wide_bias, i, count));
       v = Mul(v, factor);
       char* const y = p.y + i * E::kBytes;
       if (p.residual == nullptr) {
@@ -43,6 +34,6 @@ struct Dropout {
 
 }  // namespace
 
-const DropoutKernels dropout_kernels = {FASTOPS_EACH_DTYPE(Dropout, Piece)};
+const DropoutKernel dropout_kernels[] = FASTOPS_EACH_DTYPE(Dropout, Piece);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -24,11 +24,8 @@ struct DropoutPiece {
   char* y;
 };
 
-// One function for each DType: what dropout.h says, for a piece.
-struct DropoutKernels {
-  using Piece = void(const DropoutPiece& piece, uint32_t largest, double scale);
-  Piece* piece[kNumDTypes];
-};
-FASTOPS_DECLARE_KERNELS(DropoutKernels, dropout_kernels)
+// What dropout.h says, for a piece.
+using DropoutKernel = void (*)(const DropoutPiece& piece, uint32_t largest, double scale);
+FASTOPS_DECLARE_KERNELS(DropoutKernel, dropout_kernels[kNumDTypes])
 
 }  // namespace jax_fastops::cpu

@@ -36,6 +36,8 @@ struct BiasAct {
       StoreBlock<E>(extent, dbias, i, count, g);
     });
   }
+
+  static constexpr ElementwiseKernels kKernels = {Forward, Backward};
 };
 
 // Keeps one bit per element.
@@ -66,10 +68,13 @@ struct BiasAct<E, Activation::kRelu> {
       StoreBlock<E>(extent, dbias, i, count, g);
     });
   }
+
+  static constexpr ElementwiseKernels kKernels = {Forward, Backward};
 };
 
 }  // namespace
 
-constinit const BiasActKernels bias_act_kernels = EachActivation<BiasActKernels, BiasAct>();
+#define FASTOPS_BIAS_ACT(name, Formula) FASTOPS_EACH_DTYPE_OF(BiasAct, Formula)
+const ElementwiseKernels bias_act_kernels[][kNumDTypes] = {FASTOPS_ACTIVATIONS(FASTOPS_BIAS_ACT)};
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

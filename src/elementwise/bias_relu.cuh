@@ -13,7 +13,7 @@
 // - If rows are whole units, the unit's bias is also a whole unit, loaded at once, or a single
 //   element. Otherwise a bias of at most two dimensions is loaded element by element, because some
 //   elements may belong to the next row: four to five instructions each, which elements of 32 bits
-//   can afford. For elements of 16 bits it is read by aligned words and a shift (shifted.cuh), and
+//   can afford. For elements of 16 bits it is read by aligned words and a shift (Shifted), and
 //   element by element only at the end of a row.
 // - All other cases are processed in chunks, without tiles: pointers that are not aligned to 16
 //   bytes, other biases, rows shorter than a unit, and float64.
@@ -24,7 +24,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
-#include <vector>
 
 #include "core/alignment.h"
 #include "core/broadcast.h"
@@ -307,10 +306,10 @@ inline bool MakeBiasIndex(const BroadcastShape& shape, const void* bias, int64_t
                           BiasIndex* index) {
   // Merges dimensions that are separate only because of the mask.
   BroadcastShape merged;
-  if (!Collapse(std::vector<int64_t>(shape.size, shape.size + shape.rank),
-                {std::vector<int64_t>(shape.stride[1], shape.stride[1] + shape.rank)}, &merged)) {
-    return false;
-  }
+  ArrayStrides strides;
+  std::copy_n(shape.stride[1], shape.rank, strides.at);
+  const size_t rank = static_cast<size_t>(shape.rank);
+  if (!Collapse({shape.size, rank}, &strides, 1, &merged)) return false;
   if (merged.rank == 0) {
     merged.rank = 1;
     merged.size[0] = 1;
@@ -379,10 +378,10 @@ inline cudaError_t BiasReluForward(const BroadcastShape& shape, DType dtype,
   return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
     if constexpr (sizeof(T) < 8) {
       const Kernel kernel = wide ? KernelFor<T, ComputeType<T>>(access) : KernelFor<T, T>(access);
-      if (tiles) return LaunchRelu(kernel, size, kReluTile<T>, params, stream);
+      if (tiles) return Launch(kernel, ReluGrid(size, kReluTile<T>), stream, params);
     }
-    return LaunchAnyType<BiasActKernels, kReluThreads>(
-        dtype, Grid(ReluBlocks(size, 0), kReluThreads), stream, Chunks{params, wide});
+    return LaunchAnyType<BiasActKernels, kReluThreads>(dtype, ReluGrid(size, 0), stream,
+                                                       Chunks{params, wide});
   });
 }
 

@@ -27,7 +27,9 @@
 #include <cstring>
 #include <memory>
 
+#include "core/cpu/dtype.h"
 #include "core/cpu/stream.h"
+#include "core/integer.h"
 
 namespace jax_fastops::cpu {
 namespace {
@@ -45,7 +47,7 @@ constexpr int64_t kMostDepth = 8, kPartialSums = 128;
 // The number of sums, in doubles, that fit the L2 cache in addition to other data.
 constexpr int64_t kFewSums = 32 << 10;
 
-FASTOPS_DEFINE_KERNELS(Kernels, block_helpers)
+FASTOPS_DEFINE_TABLE(Kernels, block_helpers)
 
 // The minimum size of outputs that use streaming stores. It is lower than kStreamBytes (stream.h)
 // because the operands use the caches too, so less of the result would stay there.
@@ -158,13 +160,14 @@ int64_t LengthOf(const Plan& plan, const Slot& s, int64_t count) {
   return length;
 }
 
-void AddSlot(const BroadcastShape& shape, Plan* plan, void* data, int array, Storage storage) {
+void AddSlot(const BroadcastShape& shape, const BlockOperand& operand, Plan* plan) {
   Slot& s = plan->slot[plan->slots++];
-  s.data = static_cast<char*>(data);
-  s.storage = storage;
-  s.bytes = storage == Storage::kBits   ? 0
-            : storage == Storage::kWide ? (plan->dtype == DType::kF64 ? 8 : 4)
-                                        : static_cast<int>(DTypeSize(plan->dtype));
+  const int array = operand.array;
+  s.data = static_cast<char*>(operand.data);
+  s.storage = operand.storage;
+  s.bytes = s.storage == Storage::kBits   ? 0
+            : s.storage == Storage::kWide ? static_cast<int>(AccumulatorSize(plan->dtype))
+                                          : static_cast<int>(ItemSize(plan->dtype));
   s.offsets = nullptr;
   s.byte_rows = false;
   s.permutation = {};
@@ -345,7 +348,7 @@ struct Tables {
 // Rows of at least this length are copied one by one.
 constexpr int64_t kLongRow = 64;
 
-int SizeIndex(int bytes) { return bytes == 2 ? 0 : bytes == 4 ? 1 : 2; }
+int SizeIndex(int bytes) { return bytes / 4; }  // of 2, 4, 8
 
 // Sets no permutation if the elements of the operand are too far apart.
 void FillPermutation(const Plan& plan, Slot* s, Tables* tables) {
@@ -442,17 +445,13 @@ void ScatterBits(const uint8_t* dense, const BlockRows& rows, bool byte_rows, ui
 
 // ---- Pieces -------------------------------------------------------------------------------------
 
-DType WrittenType(const Plan& plan, const Slot& s) {
-  if (s.storage == Storage::kElement || plan.dtype == DType::kF64) return plan.dtype;
-  return DType::kF32;
-}
-
 // Writes a slice. Its first block has the chunk number `chunk` and begins at element `offset` of
 // the gradient.
 void WriteSlice(const Plan& plan, const Sum& sum, const double* sums, int64_t offset,
                 int64_t chunk) {
   const Slot& s = plan.slot[sum.slot];
-  auto* write = Kernels().write[static_cast<int>(WrittenType(plan, s))];
+  const DType type = s.bytes == ItemSize(plan.dtype) ? plan.dtype : DType::kF32;
+  auto* write = Kernels().write[static_cast<int>(type)];
   int64_t index[kMaxLoops] = {};
   for (;;) {
     const bool last =
@@ -630,9 +629,10 @@ class Piece {
 
   BlockArray Input(int i, int64_t n) {
     const Slot& s = plan_.slot[i];
-    char* const from = s.At(offset_[i]);
     BlockArray array;
     array.wide = s.storage == Storage::kWide;
+    if (s.data == nullptr) return array;
+    char* const from = s.At(offset_[i]);
     if (s.pattern == Pattern::kDense) {
       array.data = from;
       return array;
@@ -681,7 +681,7 @@ class Piece {
     }
     array.data = s.At(offset_[at]);
     array.wide = s.storage == Storage::kWide;
-    array.stream = plan_.stream[i] && reinterpret_cast<uintptr_t>(array.data) % 64 == 0;
+    array.stream = plan_.stream[i] && IsWholeLines(array.data);
     streamed_ |= array.stream;
     return array;
   }
@@ -763,8 +763,9 @@ void ChoosePieces(Plan* plan, int64_t elements, int threads) {
 
 }  // namespace
 
-void RunBlocks(const BroadcastShape& shape, DType dtype, const InputArray* in, int inputs,
-               const OutputArray* out, int outputs, BlockKernel* kernel, Executor& executor) {
+void RunBlocks(const BroadcastShape& shape, DType dtype, std::span<const BlockOperand> in,
+               std::span<const BlockOperand> out, BlockKernel* kernel, Executor& executor) {
+  const int inputs = static_cast<int>(in.size()), outputs = static_cast<int>(out.size());
   const int64_t elements = shape.elements();
   if (elements == 0) return;
   Plan plan;
@@ -776,12 +777,10 @@ void RunBlocks(const BroadcastShape& shape, DType dtype, const InputArray* in, i
   plan.kernel = kernel;
   plan.inputs = inputs;
   plan.slots = plan.sums = 0;
-  for (int i = 0; i < inputs; ++i) {
-    AddSlot(shape, &plan, const_cast<void*>(in[i].data), in[i].array, in[i].storage);
-  }
+  for (const BlockOperand& operand : in) AddSlot(shape, operand, &plan);
   for (int i = 0; i < outputs; ++i) {
     const int at = plan.slots;
-    AddSlot(shape, &plan, out[i].data, out[i].array, out[i].storage);
+    AddSlot(shape, out[i], &plan);
     const Slot& s = plan.slot[at];
     plan.stream[i] = s.bytes > 0 && ShouldStream(elements * s.bytes, kLeastStreamed);
     plan.sum_of[i] = -1;

@@ -3,6 +3,8 @@
 // consists of a kernel for dense blocks (blocks_simd.h) and a list of its arrays.
 #pragma once
 
+#include <span>
+
 #include "core/broadcast.h"
 #include "core/cpu/parallel.h"
 #include "core/dtype.h"
@@ -16,29 +18,26 @@ inline constexpr int kResult = -1;
 
 enum class Storage : uint8_t { kElement, kWide, kBits };
 
-struct InputArray {
-  const void* data = nullptr;
-  int array = kResult;  // its strides may have gaps
+// An input, whose strides may have gaps, or an output, which is null if it is not requested: along
+// dimensions of stride 0, the engine sums what the kernel writes.
+struct BlockOperand {
+  void* data;
+  int array = kResult;
   Storage storage = Storage::kElement;
 };
 
-struct OutputArray {
-  void* data = nullptr;  // null: not requested
-  int array = kResult;   // along dimensions of stride 0, the engine sums what the kernel writes
-  Storage storage = Storage::kElement;
-};
-
-inline Storage StorageOf(bool wide) { return wide ? Storage::kWide : Storage::kElement; }
-inline InputArray Input(const Operand& operand, int array) {
-  return {operand.data, array, StorageOf(operand.wide)};
+inline BlockOperand Input(const void* data) { return {const_cast<void*>(data)}; }
+inline BlockOperand Input(const Operand& operand, int array) {
+  return {const_cast<void*>(operand.data), array,
+          operand.wide ? Storage::kWide : Storage::kElement};
 }
-inline OutputArray Output(const Gradient& gradient, int array) {
-  return {gradient.data, array, StorageOf(gradient.wide)};
+inline BlockOperand Output(const Gradient& gradient, int array) {
+  return {gradient.data, array, gradient.wide ? Storage::kWide : Storage::kElement};
 }
 
-// Calls the kernel on blocks that together cover the result. Two calls with the same shape and the
-// same number of threads give the same bits.
-void RunBlocks(const BroadcastShape& shape, DType dtype, const InputArray* in, int inputs,
-               const OutputArray* out, int outputs, BlockKernel* kernel, Executor& executor);
+// Calls the kernel on blocks that together cover the result. It gets a null pointer for an input
+// that is null. Two calls with the same shape and the same number of threads give the same bits.
+void RunBlocks(const BroadcastShape& shape, DType dtype, std::span<const BlockOperand> in,
+               std::span<const BlockOperand> out, BlockKernel* kernel, Executor& executor);
 
 }  // namespace jax_fastops::cpu

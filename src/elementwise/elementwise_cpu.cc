@@ -13,8 +13,13 @@ namespace jax_fastops::cpu {
 namespace {
 
 FASTOPS_DEFINE_KERNELS(LerpOf, lerp_kernels)
-FASTOPS_DEFINE_KERNELS(BiasActOf, bias_act_kernels)
-FASTOPS_DEFINE_KERNELS(GatedActOf, gated_act_kernels)
+FASTOPS_DEFINE_TABLE(BiasActs, bias_act_kernels)
+FASTOPS_DEFINE_TABLE(GatedActs, gated_act_kernels)
+
+const ElementwiseKernels& Of(const ElementwiseKernels (&table)[kNumActivations][kNumDTypes],
+                             Activation activation, DType dtype) {
+  return table[static_cast<int>(activation)][static_cast<int>(dtype)];
+}
 
 struct Array {
   const char* data;
@@ -50,58 +55,47 @@ void Run(const GatedShape& shape, DType dtype, BlockKernel* kernel, const Array*
 
 void LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3], void* out,
                  Executor& executor) {
-  InputArray in[3];
-  for (int i = 0; i < 3; ++i) in[i] = Input(operands[i], i);
-  const OutputArray result = {out, kResult, Storage::kElement};
-  RunBlocks(shape, dtype, in, 3, &result, 1, LerpOf().forward[static_cast<int>(dtype)], executor);
+  const BlockOperand in[] = {Input(operands[0], 0), Input(operands[1], 1), Input(operands[2], 2)};
+  const BlockOperand result[] = {{out}};
+  RunBlocks(shape, dtype, in, result, LerpOf(dtype).forward, executor);
 }
 
 void LerpBackward(const BroadcastShape& shape, DType dtype, const void* dy,
                   const Operand operands[3], const Gradient gradients[3], SumWorkspace,
                   Executor& executor) {
-  InputArray in[4] = {{dy, kResult, Storage::kElement}};
-  OutputArray out[3];
-  for (int i = 0; i < 3; ++i) {
-    in[i + 1] = Input(operands[i], i);
-    out[i] = Output(gradients[i], 3 + i);
-  }
-  RunBlocks(shape, dtype, in, 4, out, 3, LerpOf().backward[static_cast<int>(dtype)], executor);
+  const BlockOperand in[] = {Input(dy), Input(operands[0], 0), Input(operands[1], 1),
+                             Input(operands[2], 2)};
+  const BlockOperand out[] = {Output(gradients[0], 3), Output(gradients[1], 4),
+                              Output(gradients[2], 5)};
+  RunBlocks(shape, dtype, in, out, LerpOf(dtype).backward, executor);
 }
 
 void BiasActForward(const BroadcastShape& shape, DType dtype, Activation activation,
                     const Operand operands[2], void* out, uint8_t* mask, Executor& executor) {
-  const InputArray in[] = {Input(operands[0], 0), Input(operands[1], 1)};
-  const OutputArray results[] = {{out, kResult, Storage::kElement}, {mask, 2, Storage::kBits}};
-  const bool has_mask = activation == Activation::kRelu && mask != nullptr;
-  // Without a bias or a mask, the kernel gets a null pointer.
-  RunBlocks(shape, dtype, in, operands[1].data != nullptr ? 2 : 1, results, has_mask ? 2 : 1,
-            BiasActOf().forward[static_cast<int>(activation)][static_cast<int>(dtype)], executor);
+  const BlockOperand in[] = {Input(operands[0], 0), Input(operands[1], 1)};
+  const BlockOperand results[] = {{out}, {mask, mask == nullptr ? kResult : 2, Storage::kBits}};
+  RunBlocks(shape, dtype, in, results, Of(BiasActs(), activation, dtype).forward, executor);
 }
 
 void BiasActBackward(const BroadcastShape& shape, DType dtype, Activation activation,
                      const void* dy, const Operand operands[2], const Gradient gradients[2],
                      SumWorkspace, Executor& executor) {
-  const InputArray in[] = {
-      {dy, kResult, Storage::kElement}, Input(operands[0], 0), Input(operands[1], 1)};
-  const OutputArray out[] = {Output(gradients[0], 2), Output(gradients[1], 3)};
-  RunBlocks(shape, dtype, in, 3, out, 2,
-            BiasActOf().backward[static_cast<int>(activation)][static_cast<int>(dtype)], executor);
+  const BlockOperand in[] = {Input(dy), Input(operands[0], 0), Input(operands[1], 1)};
+  const BlockOperand out[] = {Output(gradients[0], 2), Output(gradients[1], 3)};
+  RunBlocks(shape, dtype, in, out, Of(BiasActs(), activation, dtype).backward, executor);
 }
 
 void BiasReluBackward(const BroadcastShape& shape, DType dtype, const void* dy, const uint8_t* mask,
                       const Gradient gradients[2], SumWorkspace, Executor& executor) {
-  const InputArray in[] = {{dy, kResult, Storage::kElement}, {mask, 0, Storage::kBits}};
-  const OutputArray out[] = {Output(gradients[0], 1), Output(gradients[1], 2)};
-  RunBlocks(shape, dtype, in, 2, out, 2,
-            BiasActOf().backward[static_cast<int>(Activation::kRelu)][static_cast<int>(dtype)],
-            executor);
+  const BlockOperand in[] = {Input(dy), {const_cast<uint8_t*>(mask), 0, Storage::kBits}};
+  const BlockOperand out[] = {Output(gradients[0], 1), Output(gradients[1], 2)};
+  RunBlocks(shape, dtype, in, out, Of(BiasActs(), Activation::kRelu, dtype).backward, executor);
 }
 
 void GatedActForward(const GatedShape& shape, DType dtype, Activation activation, const char* gate,
                      const char* up, char* y, Executor& executor) {
   const Array in[] = {{gate, false}, {up, false}}, out[] = {{y, true}};
-  Run(shape, dtype, GatedActOf().forward[static_cast<int>(activation)][static_cast<int>(dtype)], in,
-      2, out, 1, executor);
+  Run(shape, dtype, Of(GatedActs(), activation, dtype).forward, in, 2, out, 1, executor);
 }
 
 void GatedActBackward(const GatedShape& shape, DType dtype, Activation activation, const char* dy,
@@ -109,8 +103,7 @@ void GatedActBackward(const GatedShape& shape, DType dtype, Activation activatio
                       Executor& executor) {
   const Array in[] = {{dy, true}, {gate, false}, {up, false}};
   const Array out[] = {{dgate, false}, {dup, false}};
-  Run(shape, dtype, GatedActOf().backward[static_cast<int>(activation)][static_cast<int>(dtype)],
-      in, 3, out, 2, executor);
+  Run(shape, dtype, Of(GatedActs(), activation, dtype).backward, in, 3, out, 2, executor);
 }
 
 }  // namespace jax_fastops::cpu

@@ -7,22 +7,18 @@
 
 namespace jax_fastops::cpu {
 
-// Kernels by DType. The comments give the inputs; the outputs.
-struct LerpKernels {
-  BlockKernel* forward[kNumDTypes];   // start, end, weight; the result
-  BlockKernel* backward[kNumDTypes];  // dy, start, end, weight; their gradients
+struct ElementwiseKernels {
+  BlockKernel *forward, *backward;
 };
-FASTOPS_DECLARE_KERNELS(LerpKernels, lerp_kernels)
 
-// Kernels by Activation and DType. The comments give the inputs; the outputs.
-struct BiasActKernels {
-  // x, bias; the result, and for relu the mask. For relu, bias and mask may be absent.
-  BlockKernel* forward[kNumActivations][kNumDTypes];
-  // dy, x, bias (for relu: dy, the mask); dx, dbias.
-  BlockKernel* backward[kNumActivations][kNumDTypes];
-};
-FASTOPS_DECLARE_KERNELS(BiasActKernels, bias_act_kernels)
+// The comments give the inputs; the outputs.
+
+// forward: start, end, weight; the result. backward: dy, start, end, weight; their gradients.
+FASTOPS_DECLARE_KERNELS(ElementwiseKernels, lerp_kernels[kNumDTypes])
+// forward: x, bias; the result, and for relu the mask. For relu, bias and mask may be absent.
+// backward: dy, x, bias (for relu: dy, the mask); dx, dbias.
+FASTOPS_DECLARE_KERNELS(ElementwiseKernels, bias_act_kernels[kNumActivations][kNumDTypes])
 // forward: gate, up; the result. backward: dy, gate, up; dgate, dup.
-FASTOPS_DECLARE_KERNELS(BiasActKernels, gated_act_kernels)
+FASTOPS_DECLARE_KERNELS(ElementwiseKernels, gated_act_kernels[kNumActivations][kNumDTypes])
 
 }  // namespace jax_fastops::cpu

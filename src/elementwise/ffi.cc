@@ -130,19 +130,33 @@ ffi::Error LerpBackward(Call& call, Queue queue) {
 
 // ---- bias_act ----------------------------------------------------------------------------------
 
-ffi::Error BiasAct(Call& call, Queue queue) {
-  const Activation activation = ReadActivation(call);
-  void* const out = call.Out("y");
-  Arrays arrays(call, "y");
-  const Operand operands[] = {arrays.In("x"), arrays.In("bias")};
+// relu is bias_act without a bias, and add_relu is bias_act with a bias of the shape of x.
+ffi::Error Forward(Call& call, Activation activation, const char* bias, const char* result,
+                   Queue queue) {
+  void* const out = call.Out(result);
+  Arrays arrays(call, result);
+  const Operand x = arrays.In("x");
+  const Operand operands[] = {x, bias != nullptr ? arrays.In(bias) : arrays.None()};
   auto* const mask = static_cast<uint8_t*>(call.Out("mask?"));
   if (mask != nullptr) arrays.AddMask("mask");
   if (activation == Activation::kRelu) {
-    call.Require(call.Elements("x") == call.Elements("y"), "x", "must have the shape of y");
+    call.Require(call.Elements("x") == call.Elements(result), "x", "must have the result's shape");
   }
   return arrays.Run(queue, [&](const BroadcastShape& shape, DType dtype) {
     return backend::BiasActForward(shape, dtype, activation, operands, out, mask, queue);
   });
+}
+
+ffi::Error BiasAct(Call& call, Queue queue) {
+  return Forward(call, ReadActivation(call), "bias", "y", queue);
+}
+
+ffi::Error Relu(Call& call, Queue queue) {
+  return Forward(call, Activation::kRelu, nullptr, "y", queue);
+}
+
+ffi::Error AddRelu(Call& call, Queue queue) {
+  return Forward(call, Activation::kRelu, "y", "z", queue);
 }
 
 ffi::Error BiasActBackward(Call& call, Queue queue) {
@@ -170,25 +184,6 @@ ffi::Error BiasReluBackward(Call& call, Queue queue) {
     return backend::BiasReluBackward(shape, dtype, dy, mask, gradients, workspace, queue);
   });
 }
-
-// ---- relu --------------------------------------------------------------------------------------
-
-// relu is bias_act without a bias, and add_relu is bias_act with a bias of the shape of x.
-ffi::Error ReluForward(Call& call, const char* summand, const char* result, Queue queue) {
-  void* const out = call.Out(result);
-  Arrays arrays(call, result);
-  const Operand x = arrays.In("x");
-  const Operand operands[] = {x, summand != nullptr ? arrays.In(summand) : arrays.None()};
-  auto* const mask = static_cast<uint8_t*>(call.Out("mask?"));
-  if (mask != nullptr) arrays.AddMask("mask");
-  return arrays.Run(queue, [&](const BroadcastShape& shape, DType dtype) {
-    return backend::BiasActForward(shape, dtype, Activation::kRelu, operands, out, mask, queue);
-  });
-}
-
-ffi::Error Relu(Call& call, Queue queue) { return ReluForward(call, nullptr, "y", queue); }
-
-ffi::Error AddRelu(Call& call, Queue queue) { return ReluForward(call, "y", "z", queue); }
 
 ffi::Error ReluBackward(Call& call, Queue queue) { return BiasReluBackward(call, queue); }
 

@@ -35,10 +35,13 @@ struct GatedAct {
       StoreBlock<E>(extent, dup, i, count, Mul(g, value));
     });
   }
+
+  static constexpr ElementwiseKernels kKernels = {Forward, Backward};
 };
 
 }  // namespace
 
-constinit const BiasActKernels gated_act_kernels = EachActivation<BiasActKernels, GatedAct>();
+#define FASTOPS_GATED_ACT(name, Formula) FASTOPS_EACH_DTYPE_OF(GatedAct, Formula)
+const ElementwiseKernels gated_act_kernels[][kNumDTypes] = {FASTOPS_ACTIVATIONS(FASTOPS_GATED_ACT)};
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

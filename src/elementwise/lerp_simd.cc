@@ -54,11 +54,12 @@ struct Lerp {
       StoreBlock<E>(extent, dweight, i, count, Mul(g, d));
     });
   }
+
+  static constexpr ElementwiseKernels kKernels = {Forward, Backward};
 };
 
 }  // namespace
 
-const LerpKernels lerp_kernels = {FASTOPS_EACH_DTYPE(Lerp, Forward),
-                                  FASTOPS_EACH_DTYPE(Lerp, Backward)};
+const ElementwiseKernels lerp_kernels[] = FASTOPS_EACH_DTYPE(Lerp, kKernels);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

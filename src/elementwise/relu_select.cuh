@@ -135,13 +135,13 @@ cudaError_t ReluSelect(int64_t size, DType dtype, const void* dy, const ReluMask
                          mask};
   const size_t bytes = DTypeSize(dtype);
   if (CommonAlignment({dy, dx}) < 16 || bytes == 8) {
-    return LaunchAnyType<Family, kReluThreads>(dtype, Grid(ReluBlocks(size, 0), kReluThreads),
-                                               stream, SelectChunks{params});
+    return LaunchAnyType<Family, kReluThreads>(dtype, ReluGrid(size, 0), stream,
+                                               SelectChunks{params});
   }
   const auto launch = [&]<typename U>(U) {
     const auto kernel = mask.ragged ? KernelOf<Family, SelectKernel<U, true>>()
                                     : KernelOf<Family, SelectKernel<U, false>>();
-    return LaunchRelu(kernel, size, kReluTile<U>, params, stream);
+    return Launch(kernel, ReluGrid(size, kReluTile<U>), stream, params);
   };
   return bytes == 2 ? launch(uint16_t{}) : launch(uint32_t{});
 }

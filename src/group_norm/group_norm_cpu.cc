@@ -5,11 +5,11 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <type_traits>
 
 #include "core/cpu/buffer.h"
 #include "core/cpu/dtype.h"
 #include "core/cpu/parallel.h"
+#include "core/cpu/pointers.h"
 #include "group_norm/group_norm.h"
 #include "group_norm/group_norm_simd.h"
 
@@ -17,6 +17,7 @@ namespace jax_fastops::cpu {
 namespace {
 
 FASTOPS_DEFINE_KERNELS(Kernels, group_norm_kernels)
+FASTOPS_DEFINE_TABLE(Active, group_norm_active)
 
 // A row of a set has at least so many channels if these are last, and there are as many.
 constexpr int64_t kSetChannels = 64;
@@ -42,7 +43,7 @@ class Parameters {
     } else if (from.wide) {
       std::memcpy(to, from.data, static_cast<size_t>(n) * sizeof(Scalar));
     } else {
-      Kernels().widen[static_cast<int>(call.dtype)](from.data, n, to);
+      Kernels(call.dtype).widen(from.data, n, to);
     }
   }
 
@@ -99,12 +100,6 @@ struct Work {
     std::fill(sums.begin(), sums.begin() + 2 * set.channels(), 0.0);
   }
 
-  const char* In(const void* p, int64_t item) const {
-    return p == nullptr ? nullptr : static_cast<const char*>(p) + at * item;
-  }
-  char* Out(void* p, int64_t item) const {
-    return p == nullptr ? nullptr : static_cast<char*>(p) + at * item;
-  }
   void Set(GroupNormRow row, int64_t channel, double value) {
     coefficients.begin()[row * set.channels() + channel] = static_cast<Scalar>(value);
   }
@@ -127,30 +122,25 @@ void OverSets(const GroupNormCall& call, int arrays, Executor& executor, const B
   });
 }
 
-// The kernel of the call's activation.
-template <typename Call>
-GroupNormActive::Kernel* KernelOf(const Call& call) {
-  const int dtype = static_cast<int>(call.dtype), active = static_cast<int>(call.activation);
-  constexpr bool kForward = std::is_same_v<Call, GroupNormForwardCall>;
-  const GroupNormKernels& kernels = Kernels();
-  const GroupNormActive& all = kernels.active;
-  if (!call.active) return (kForward ? kernels.forward : kernels.backward)[dtype];
-  return (kForward ? all.forward : all.backward)[active][dtype];
+// The kernels of the call's activation.
+const GroupNormPasses& PassesOf(const GroupNormCall& call) {
+  if (!call.active) return Kernels(call.dtype).plain;
+  return Active()[static_cast<int>(call.activation)][static_cast<int>(call.dtype)];
 }
 
 }  // namespace
 
 void GroupNormForward(const GroupNormForwardCall& call, Executor& executor) {
   const int64_t item = ItemSize(call.dtype);
-  auto *kernel = KernelOf(call), *sum = Kernels().deviations[static_cast<int>(call.dtype)];
+  const GroupNormKernel kernel = PassesOf(call).forward, sum = Kernels(call.dtype).deviations;
   WithAccumulator(call.dtype, [&]<typename Scalar>() {
     const Parameters<Scalar> parameters(call);
     OverSets<Scalar>(call, 2, executor, [&](Work<Scalar>& work) {
       GroupNormSet& set = work.set;
-      set.x = work.In(call.x, item);
-      set.residual = work.In(call.residual, item);
-      set.y = work.Out(call.y, item);
-      set.sum = work.Out(call.sum, item);
+      set.x = Offset(call.x, work.at * item);
+      set.residual = Offset(call.residual, work.at * item);
+      set.y = Offset(call.y, work.at * item);
+      set.sum = Offset(call.sum, work.at * item);
       sum(set);
       for (int64_t group = 0; group < set.groups; ++group) {
         const Statistics found = StatisticsOf<Scalar>(set, group, call.eps);
@@ -173,15 +163,15 @@ void GroupNormForward(const GroupNormForwardCall& call, Executor& executor) {
 
 void GroupNormBackward(const GroupNormBackwardCall& call, Executor& executor) {
   const int64_t item = ItemSize(call.dtype);
-  auto* kernel = KernelOf(call);
+  const GroupNormKernel kernel = PassesOf(call).backward;
   WithAccumulator(call.dtype, [&]<typename Scalar>() {
     const Parameters<Scalar> parameters(call);
     const Scalar* const means = static_cast<const Scalar*>(call.mean);
     const Scalar* const rstds = static_cast<const Scalar*>(call.rstd);
     OverSets<Scalar>(call, 3, executor, [&](Work<Scalar>& work) {
       GroupNormSet& set = work.set;
-      set.x = work.In(call.s, item);
-      set.dy = work.In(call.dy, item);
+      set.x = Offset(call.s, work.at * item);
+      set.dy = Offset(call.dy, work.at * item);
       const int64_t statistic = work.sample * call.groups + work.first_group;
       for (int64_t i = 0; i < set.channels(); ++i) {
         const int64_t at = statistic + i / set.group_channels;
@@ -213,7 +203,7 @@ void GroupNormBackward(const GroupNormBackwardCall& call, Executor& executor) {
         if (call.dbias != nullptr) static_cast<Scalar*>(call.dbias)[first + i] = sums[0];
         if (call.dscale != nullptr) static_cast<Scalar*>(call.dscale)[first + i] = sums[1];
       }
-      set.dx = work.Out(call.dx, item);
+      set.dx = Offset(call.dx, work.at * item);
       kernel(set);
     });
   });

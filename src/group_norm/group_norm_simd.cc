@@ -254,18 +254,23 @@ struct GroupNorm : Strips<E> {
   static void Backward(const GroupNormSet& set) {
     WithFlags([&]<bool kLast>() { BackwardOf<kLast>(set); }, set.channel_step == 1);
   }
+
+  static constexpr GroupNormPasses kKernels = {Forward, Backward};
 };
 
 template <typename E, Activation kActivation>
 struct Active : GroupNorm<E, FormulaOf<kActivation, ActivationMath<typename E::A>>> {};
 template <typename E>
-struct Plain : GroupNorm<E, Identity<ActivationMath<typename E::A>>> {};
+struct Plain {
+  using Passes = GroupNorm<E, Identity<ActivationMath<typename E::A>>>;
+  static constexpr GroupNormKernels kKernels = {Passes::kKernels, Strips<E>::Deviations,
+                                                Strips<E>::Widen};
+};
 
 }  // namespace
 
-constinit const GroupNormKernels group_norm_kernels = {
-    EachActivation<GroupNormActive, Active>(), FASTOPS_EACH_DTYPE(Plain, Forward),
-    FASTOPS_EACH_DTYPE(Plain, Backward), FASTOPS_EACH_DTYPE(Strips, Deviations),
-    FASTOPS_EACH_DTYPE(Strips, Widen)};
+#define FASTOPS_ACTIVE(name, Formula) FASTOPS_EACH_DTYPE_OF(Active, Formula)
+const GroupNormPasses group_norm_active[][kNumDTypes] = {FASTOPS_ACTIVATIONS(FASTOPS_ACTIVE)};
+const GroupNormKernels group_norm_kernels[] = FASTOPS_EACH_DTYPE(Plain, kKernels);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -29,22 +29,20 @@ struct GroupNormSet {
 // The rows of coefficients. The forward has the first three, where kFactor is rstd * scale.
 enum GroupNormRow { kMean, kFactor, kBias, kRstd, kByG, kByX, kConstant, kGroupNormRows };
 
-struct GroupNormActive {
-  using Kernel = void(const GroupNormSet& set);
-  // y.
-  Kernel* forward[kNumActivations][kNumDTypes];
-  // The sums of g and of g * xhat; or dx, if that is not null.
-  Kernel* backward[kNumActivations][kNumDTypes];
+using GroupNormKernel = void (*)(const GroupNormSet& set);
+struct GroupNormPasses {
+  GroupNormKernel forward;   // y
+  GroupNormKernel backward;  // the sums of g and of g * xhat; or dx, if that is not null
 };
+FASTOPS_DECLARE_KERNELS(GroupNormPasses, group_norm_active[kNumActivations][kNumDTypes])
 // Without activation, and the sums of x + residual - base and of their squares, for a base of each
 // group that is also a result.
 struct GroupNormKernels {
-  GroupNormActive active;
-  GroupNormActive::Kernel *forward[kNumDTypes], *backward[kNumDTypes], *deviations[kNumDTypes];
+  GroupNormPasses plain;
+  GroupNormKernel deviations;
   // n elements in the accumulator's type.
-  using Widen = void(const void* from, int64_t n, void* to);
-  Widen* widen[kNumDTypes];
+  void (*widen)(const void* from, int64_t n, void* to);
 };
-FASTOPS_DECLARE_KERNELS(GroupNormKernels, group_norm_kernels)
+FASTOPS_DECLARE_KERNELS(GroupNormKernels, group_norm_kernels[kNumDTypes])
 
 }  // namespace jax_fastops::cpu

@@ -90,8 +90,11 @@ RotaryShape RotaryShapeOf(Call& call, const char* like) {
   return shape;
 }
 
-RotaryArrays ReadRotary(Call& call, const RotaryShape& shape) {
+RotaryArrays ReadRotary(Call& call, const RotaryShape& shape, bool backward) {
   RotaryArrays arrays;
+  const char* const parts[] = {"q", "k", "v"};
+  for (int part = 0; part < kMaxHeadParts; ++part)
+    arrays.y[part] = backward ? const_cast<void*>(call.In(parts[part])) : call.Out(parts[part]);
   arrays.x = call.In("x?");
   arrays.bias = call.In("bias?");
   arrays.wide_bias = call.Wide("bias");
@@ -106,19 +109,14 @@ RotaryArrays ReadRotary(Call& call, const RotaryShape& shape) {
 
 ffi::Error SplitAndRotate(Call& call, Queue queue) {
   const RotaryShape shape = RotaryShapeOf(call, "x");
-  RotaryArrays arrays = ReadRotary(call, shape);
-  const char* const parts[] = {"q", "k", "v"};
-  for (int part = 0; part < kMaxHeadParts; ++part) arrays.y[part] = call.Out(parts[part]);
+  const RotaryArrays arrays = ReadRotary(call, shape, false);
   const DType dtype = call.Type();
   return call.Run([&] { return backend::RotaryHeads(shape, dtype, arrays, queue); });
 }
 
 ffi::Error MergeAndRotateBack(Call& call, Queue queue) {
   const RotaryShape shape = RotaryShapeOf(call, "dx");
-  RotaryArrays arrays = ReadRotary(call, shape);
-  const char* const parts[] = {"q", "k", "v"};
-  for (int part = 0; part < kMaxHeadParts; ++part)
-    arrays.y[part] = const_cast<void*>(call.In(parts[part]));
+  RotaryArrays arrays = ReadRotary(call, shape, true);
   using A = RotaryArrays;
   call.Fill(&arrays, "dx", &A::dx, "bias_sums?", &A::bias_sums, "scale_sums?", &A::scale_sums);
   const bool normalized = arrays.scale[0] != nullptr || arrays.scale[1] != nullptr;

@@ -5,18 +5,13 @@
 // one part. A box has long contiguous runs in both layouts, and stays in the caches. Boxes are
 // independent, and threads take runs of boxes. There are enough boxes for a small batch too,
 // because the features are divided as well.
-//
-// With arithmetic (a bias, or its gradient), heads of at least a register's width are processed
-// directly. Smaller heads would leave most of a register empty. For these, the arithmetic is done
-// in the merged layout, where all features of a row are contiguous, and in the caches: on the way
-// to a buffer that is then split, or on a box that has just been merged.
 #include "heads/heads.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 #include "core/cpu/dtype.h"
+#include "core/cpu/pointers.h"
 #include "core/integer.h"
 #include "heads/heads_simd.h"
 #include "transpose/transpose.h"
@@ -26,13 +21,11 @@ namespace jax_fastops::cpu {
 namespace {
 
 FASTOPS_DEFINE_KERNELS(Kernels, heads_kernels)
-FASTOPS_DEFINE_KERNELS(Movers, transpose_kernels)
+FASTOPS_DEFINE_TABLE(Movers, transpose_kernels)
 
-// The maximum size of a box, in rows and in bytes per row. Heads of less than 64 bytes have the
-// smaller one.
+// The maximum size of a box, in rows and in bytes per row.
 constexpr int64_t kBoxRows = 32;
 constexpr int64_t kBoxRowBytes = 2 << 10;
-constexpr int64_t kSmallBoxRowBytes = 512;
 
 // Part `part`, rows [row, row + rows) of a run of the sequence of one batch, heads [head, head +
 // heads), and elements [from, from + size) of each head.
@@ -53,8 +46,7 @@ struct Boxes {
       : shape(s), runs(runs), run_rows(run_rows) {
     const int64_t head_bytes = s.head_size * itemsize;
     box_size = head_bytes > 2 * kBoxRowBytes ? kBoxRowBytes / itemsize : s.head_size;
-    const int64_t row_bytes = head_bytes < 64 ? kSmallBoxRowBytes : kBoxRowBytes;
-    box_heads = std::min(s.heads, std::max<int64_t>(1, row_bytes / head_bytes));
+    box_heads = std::min(s.heads, std::max<int64_t>(1, kBoxRowBytes / head_bytes));
     box_rows = whole_runs ? run_rows : std::min(run_rows, kBoxRows);
     row_boxes = CeilDiv(run_rows, box_rows);
     head_boxes = CeilDiv(s.heads, box_heads);
@@ -96,25 +88,6 @@ struct Boxes {
   }
 };
 
-// Moves rows x columns pieces of `bytes` bytes. The strides are those from row to row and from
-// column to column, in the two arrays. If the pieces are units of a transposition, the columns of
-// the input and the rows of the output may be contiguous: this is a matrix transposition.
-void Move(const char* in, int64_t in_row, int64_t in_column, char* out, int64_t out_row,
-          int64_t out_column, int64_t rows, int64_t columns, int64_t bytes) {
-  LoopNest nest;
-  if (in_column == bytes && out_row == bytes && bytes <= 16 && (bytes & (bytes - 1)) == 0) {
-    int64_t row_offset[kSmallBoxRowBytes], column_offset[kSmallBoxRowBytes];
-    for (int64_t i = 0; i < rows; ++i) row_offset[i] = i * in_row;
-    for (int64_t i = 0; i < columns; ++i) column_offset[i] = i * out_column;
-    Movers().matrix[std::countr_zero(static_cast<uint64_t>(bytes))](
-        nest, in, row_offset, out, column_offset, rows, columns, false);
-    return;
-  }
-  nest.Add(columns, in_column, out_column);
-  nest.Add(rows, in_row, out_row);
-  Movers().rows(nest, in, out, bytes);
-}
-
 // How far apart rows and heads are in the two layouts, in bytes.
 struct Steps {
   int64_t merged_row, merged_head, split_row, split_head;
@@ -136,77 +109,71 @@ void OverBoxes(const Boxes& boxes, int64_t itemsize, Executor& executor, const B
               });
 }
 
+// Splits or merges without arithmetic.
+void Move(const HeadsShape& shape, int64_t itemsize, bool splits, const void* const* from,
+          void* const* to, Executor& executor) {
+  if (shape.size() == 0) return;
+  if (shape.parts == 1) {
+    const int64_t dims[] = {shape.batch, splits ? shape.sequence : shape.heads,
+                            splits ? shape.heads : shape.sequence, shape.head_size};
+    const int axes[] = {0, 2, 1, 3};
+    return Transpose(from[0], to[0], dims, axes, 4, itemsize, executor);
+  }
+  const Boxes boxes(shape, itemsize, 1, shape.sequence, false);
+  const Steps step(shape, itemsize);
+  OverBoxes(boxes, itemsize, executor, [&](const Box& box) {
+    const int64_t merged = boxes.Merged(box, box.row) * itemsize;
+    const int64_t split = boxes.Split(box, box.row) * itemsize;
+    LoopNest nest;
+    if (splits) {
+      nest.Add(box.heads, step.merged_head, step.split_head);
+      nest.Add(box.rows, step.merged_row, step.split_row);
+      Movers().rows(nest, Offset(from[0], merged), Offset(to[box.part], split),
+                    box.size * itemsize);
+    } else {
+      nest.Add(box.rows, step.split_row, step.merged_row);
+      nest.Add(box.heads, step.split_head, step.merged_head);
+      Movers().rows(nest, Offset(from[box.part], split), Offset(to[0], merged),
+                    box.size * itemsize);
+    }
+  });
+}
+
 }  // namespace
 
 void SplitHeads(const HeadsShape& shape, int64_t itemsize, const void* x, void* const* y,
                 Executor& executor) {
-  if (shape.size() == 0) return;
-  if (shape.parts == 1) {
-    const int64_t dims[] = {shape.batch, shape.sequence, shape.heads, shape.head_size};
-    const int axes[] = {0, 2, 1, 3};
-    return Transpose(x, y[0], dims, axes, 4, itemsize, executor);
-  }
-  const Boxes boxes(shape, itemsize, 1, shape.sequence, false);
-  const Steps step(shape, itemsize);
-  OverBoxes(boxes, itemsize, executor, [&](const Box& box) {
-    Move(static_cast<const char*>(x) + boxes.Merged(box, box.row) * itemsize, step.merged_row,
-         step.merged_head, static_cast<char*>(y[box.part]) + boxes.Split(box, box.row) * itemsize,
-         step.split_row, step.split_head, box.rows, box.heads, box.size * itemsize);
-  });
+  Move(shape, itemsize, true, &x, y, executor);
 }
 
 void MergeHeads(const HeadsShape& shape, int64_t itemsize, const void* const* y, void* x,
                 Executor& executor) {
-  if (shape.size() == 0) return;
-  if (shape.parts == 1) {
-    const int64_t dims[] = {shape.batch, shape.heads, shape.sequence, shape.head_size};
-    const int axes[] = {0, 2, 1, 3};
-    return Transpose(y[0], x, dims, axes, 4, itemsize, executor);
-  }
-  const Boxes boxes(shape, itemsize, 1, shape.sequence, false);
-  const Steps step(shape, itemsize);
-  OverBoxes(boxes, itemsize, executor, [&](const Box& box) {
-    Move(static_cast<const char*>(y[box.part]) + boxes.Split(box, box.row) * itemsize,
-         step.split_head, step.split_row,
-         static_cast<char*>(x) + boxes.Merged(box, box.row) * itemsize, step.merged_head,
-         step.merged_row, box.heads, box.rows, box.size * itemsize);
-  });
+  Move(shape, itemsize, false, y, &x, executor);
 }
 
 void SplitHeadsAddBias(const HeadsShape& shape, DType dtype, bool wide_bias, const void* x,
                        const void* bias, void* const* y, Executor& executor) {
   if (shape.size() == 0) return;
-  const int type = static_cast<int>(dtype);
   const int64_t itemsize = ItemSize(dtype);
-  const int64_t bias_size = wide_bias && itemsize == 2 ? 4 : itemsize;
-  auto* add = Kernels().add_bias[type];
+  const int64_t bias_size = wide_bias ? AccumulatorSize(dtype) : itemsize;
+  auto* const kernel = Kernels(dtype).add_bias;
   const Boxes boxes(shape, itemsize, 1, shape.sequence, false);
   const Steps step(shape, itemsize);
-  const bool direct = shape.head_size >= Kernels().fast[type];
   OverBoxes(boxes, itemsize, executor, [&](const Box& box) {
-    const char* from = static_cast<const char*>(x) + boxes.Merged(box, box.row) * itemsize;
-    const char* b = static_cast<const char*>(bias) + boxes.Feature(box) * bias_size;
-    char* to = static_cast<char*>(y[box.part]) + boxes.Split(box, box.row) * itemsize;
-    if (direct) {
-      for (int64_t h = 0; h < box.heads; ++h) {
-        add(from + h * step.merged_head, step.merged_row, b + h * shape.head_size * bias_size,
-            bias_size > itemsize, to + h * step.split_head, step.split_row, box.rows, box.size);
-      }
-      return;
+    const char* from = Offset(x, boxes.Merged(box, box.row) * itemsize);
+    const char* b = Offset(bias, boxes.Feature(box) * bias_size);
+    char* to = Offset(y[box.part], boxes.Split(box, box.row) * itemsize);
+    for (int64_t h = 0; h < box.heads; ++h) {
+      kernel(from + h * step.merged_head, step.merged_row, b + h * shape.head_size * bias_size,
+             bias_size > itemsize, to + h * step.split_head, step.split_row, box.rows, box.size);
     }
-    char buffer[kBoxRows * kSmallBoxRowBytes];
-    const int64_t head = step.merged_head, buffer_row = box.heads * head;
-    add(from, step.merged_row, b, bias_size > itemsize, buffer, buffer_row, box.rows,
-        box.heads * shape.head_size);
-    Move(buffer, buffer_row, head, to, step.split_row, step.split_head, box.rows, box.heads, head);
   });
 }
 
 void MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void* const* y, void* x,
                         const HeadsSums& layout, void* sums_data, Executor& executor) {
-  const int type = static_cast<int>(dtype);
   const int64_t itemsize = ItemSize(dtype);
-  const int64_t sum_size = dtype == DType::kF64 ? 8 : 4;
+  const int64_t sum_size = AccumulatorSize(dtype);
   char* sums = static_cast<char*>(sums_data);
   const int64_t runs = layout.groups * layout.subgroups;
   const int64_t sums_bytes = shape.batch * runs * shape.features() * sum_size;
@@ -218,8 +185,7 @@ void MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void* const*
   const int64_t run_rows = CeilDiv(group_rows, layout.subgroups);
   const Boxes boxes(shape, itemsize, runs, run_rows, true);
   const Steps step(shape, itemsize);
-  auto* add = Kernels().add_rows[type];
-  const bool direct = shape.head_size >= Kernels().fast[type];
+  auto* const kernel = Kernels(dtype).add_rows;
   OverBoxes(boxes, itemsize, executor, [&](const Box& box) {
     const int64_t in_group = box.run % layout.subgroups * run_rows;
     const int64_t first = box.run / layout.subgroups * group_rows + std::min(in_group, group_rows);
@@ -232,18 +198,11 @@ void MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void* const*
     // with the length of the run.
     for (int64_t r = 0; r < rows; r += kBoxRows) {
       const int64_t some = std::min(kBoxRows, rows - r);
-      const char* from =
-          static_cast<const char*>(y[box.part]) + boxes.Split(box, first + r) * itemsize;
-      char* to = static_cast<char*>(x) + boxes.Merged(box, first + r) * itemsize;
-      if (direct) {
-        for (int64_t h = 0; h < box.heads; ++h) {
-          add(from + h * step.split_head, step.split_row, to + h * step.merged_head,
-              step.merged_row, some, box.size, sum + h * shape.head_size * sum_size, r == 0);
-        }
-      } else {
-        Move(from, step.split_head, step.split_row, to, step.merged_head, step.merged_row,
-             box.heads, some, step.merged_head);
-        add(to, step.merged_row, nullptr, 0, some, box_features, sum, r == 0);
+      const char* from = Offset(y[box.part], boxes.Split(box, first + r) * itemsize);
+      char* to = Offset(x, boxes.Merged(box, first + r) * itemsize);
+      for (int64_t h = 0; h < box.heads; ++h) {
+        kernel(from + h * step.split_head, step.split_row, to + h * step.merged_head,
+               step.merged_row, some, box.size, sum + h * shape.head_size * sum_size, r == 0);
       }
     }
   });

@@ -15,10 +15,7 @@ constexpr int64_t kAhead = 8;
 template <typename E>
 struct Heads {
   using A = typename E::A;
-  using Wide = SameElement<A>;
   static constexpr int64_t kBlock = E::kBlock;
-  // The minimum number of elements in a row for which these kernels are fast.
-  static constexpr int kFast = A::kMaskedMemory && E::kBytes > 2 ? A::kLanes : kBlock;
 
   // Calls f.operator()<blocks>(extent, i, count) for columns that together are a row. It takes
   // `blocks` blocks beginning with column i, of `count` columns each.
@@ -34,22 +31,17 @@ struct Heads {
 
   static void AddBias(const char* x, int64_t x_stride, const void* bias, bool wide, char* y,
                       int64_t y_stride, int64_t rows, int64_t n) {
-    const char* from_bias = static_cast<const char*>(bias);
     OverColumns(n, [&]<int kBlocks>(auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
       Pair<A> b[kBlocks];
 #pragma GCC unroll 4
       for (int k = 0; k < kBlocks; ++k) {
-        const int64_t at = i + k * kBlock;
-        b[k] = wide ? LoadElements<Wide>(extent, from_bias + at * Wide::kBytes, count)
-                    : LoadElements<E>(extent, from_bias + at * E::kBytes, count);
+        b[k] = LoadEither<E>(extent, bias, wide, i + k * kBlock, count);
       }
       const char* from = x + i * E::kBytes;
       char* to = y + i * E::kBytes;
       for (int64_t r = 0; r < rows; ++r, from += x_stride, to += y_stride) {
-        for (int64_t at = 0; at < kBlocks * kBlock * E::kBytes; at += 64) {
-          FetchAhead(from + at, kAhead * x_stride);
-          FetchAhead<true>(to + at, kAhead * y_stride);
-        }
+        FetchRowAhead(from, kAhead * x_stride, kBlocks * kBlock * E::kBytes);
+        FetchRowAhead<true>(to, kAhead * y_stride, kBlocks * kBlock * E::kBytes);
 #pragma GCC unroll 4
         for (int k = 0; k < kBlocks; ++k) {
           const int64_t at = k * kBlock * E::kBytes;
@@ -62,36 +54,31 @@ struct Heads {
 
   static void AddRows(const char* x, int64_t x_stride, char* y, int64_t y_stride, int64_t rows,
                       int64_t n, void* sums, bool first) {
-    const auto run = [&]<bool kCopy>() {
-      OverColumns(n, [&]<int kBlocks>(auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-        Pair<A> total[kBlocks];
+    OverColumns(n, [&]<int kBlocks>(auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+      Pair<A> total[kBlocks];
 #pragma GCC unroll 4
-        for (int k = 0; k < kBlocks; ++k) total[k] = SetPair<A>(0);
-        for (int64_t r = 0; r < rows; ++r) {
-#pragma GCC unroll 4
-          for (int k = 0; k < kBlocks; ++k) {
-            const int64_t at = (i + k * kBlock) * E::kBytes;
-            const typename E::Raw v = LoadRaw<E>(extent, x + r * x_stride + at, count);
-            if constexpr (kCopy) StoreElements<E, false>(extent, y + r * y_stride + at, v, count);
-            total[k] = Add(total[k], E::Widen(v));
-          }
-        }
+      for (int k = 0; k < kBlocks; ++k) total[k] = SetPair<A>(0);
+      for (int64_t r = 0; r < rows; ++r) {
 #pragma GCC unroll 4
         for (int k = 0; k < kBlocks; ++k) {
-          char* to = static_cast<char*>(sums) + (i + k * kBlock) * Wide::kBytes;
-          if (!first) total[k] = Add(total[k], LoadElements<Wide>(extent, to, count));
-          StoreElements<Wide, false>(extent, to, total[k], count);
+          const int64_t at = (i + k * kBlock) * E::kBytes;
+          const typename E::Raw v = LoadRaw<E>(extent, x + r * x_stride + at, count);
+          StoreElements<E, false>(extent, y + r * y_stride + at, v, count);
+          total[k] = Add(total[k], E::Widen(v));
         }
-      });
-    };
-    WithFlags(run, y != nullptr);
+      }
+#pragma GCC unroll 4
+      for (int k = 0; k < kBlocks; ++k) {
+        AddTo(extent, sums, i + k * kBlock, count, total[k], first);
+      }
+    });
   }
+
+  static constexpr HeadsKernels kKernels = {AddBias, AddRows};
 };
 
 }  // namespace
 
-const HeadsKernels heads_kernels = {FASTOPS_EACH_DTYPE(Heads, AddBias),
-                                    FASTOPS_EACH_DTYPE(Heads, AddRows),
-                                    FASTOPS_EACH_DTYPE(Heads, kFast)};
+const HeadsKernels heads_kernels[] = FASTOPS_EACH_DTYPE(Heads, kKernels);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

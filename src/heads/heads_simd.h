@@ -12,19 +12,13 @@ namespace jax_fastops::cpu {
 struct HeadsKernels {
   // y[r, i] = x[r, i] + bias[i] for r < rows and i < n, rounded once. The bias has the type of x,
   // or, if `wide`, the accumulator type.
-  using AddBias = void(const char* x, int64_t x_stride, const void* bias, bool wide, char* y,
-                       int64_t y_stride, int64_t rows, int64_t n);
-  // y[r, i] = x[r, i], unless y is null, and sums[i] += sum over r of x[r, i]. If `first`, the sums
-  // are set instead. The sum over r starts from 0 and goes in order.
-  using AddRows = void(const char* x, int64_t x_stride, char* y, int64_t y_stride, int64_t rows,
-                       int64_t n, void* sums, bool first);
-
-  // By DType.
-  AddBias* add_bias[kNumDTypes];
-  AddRows* add_rows[kNumDTypes];
-  // The minimum number of elements in a row for which these kernels are fast.
-  int fast[kNumDTypes];
+  void (*add_bias)(const char* x, int64_t x_stride, const void* bias, bool wide, char* y,
+                   int64_t y_stride, int64_t rows, int64_t n);
+  // y[r, i] = x[r, i], and sums[i] += sum over r of x[r, i]. If `first`, the sums are set instead.
+  // The sum over r starts from 0 and goes in order.
+  void (*add_rows)(const char* x, int64_t x_stride, char* y, int64_t y_stride, int64_t rows,
+                   int64_t n, void* sums, bool first);
 };
-FASTOPS_DECLARE_KERNELS(HeadsKernels, heads_kernels)
+FASTOPS_DECLARE_KERNELS(HeadsKernels, heads_kernels[kNumDTypes])
 
 }  // namespace jax_fastops::cpu

@@ -21,7 +21,7 @@ constexpr int64_t kHeadsBytes = 2 << 10;
 struct Sizes {
   int64_t element, wide;
 
-  explicit Sizes(DType dtype) : element(ItemSize(dtype)), wide(std::max<int64_t>(4, element)) {}
+  explicit Sizes(DType dtype) : element(ItemSize(dtype)), wide(AccumulatorSize(dtype)) {}
 };
 
 // Head `index` (of all) of token `row`. `run` is the run of rows whose sums it adds to.
@@ -45,30 +45,26 @@ RotaryHead HeadOf(const RotaryShape& shape, const Sizes& sizes, const RotaryArra
   head.pairs = shape.pairs;
   head.interleaved = shape.interleaved;
   head.eps = shape.eps;
-  const auto from = [](const void* p, int64_t bytes) {
-    return static_cast<const char*>(Offset(p, bytes));
-  };
-  const auto to = [](void* p, int64_t bytes) { return static_cast<char*>(Offset(p, bytes)); };
-  head.x = from(arrays.x, in_x);
-  head.dx = to(arrays.dx, in_x);
-  head.y = to(arrays.y[part], split * size * sizes.element);
+  head.x = Offset(arrays.x, in_x);
+  head.dx = Offset(arrays.dx, in_x);
+  head.y = Offset(arrays.y[part], split * size * sizes.element);
   head.wide_bias = arrays.wide_bias;
-  head.bias = from(arrays.bias, feature * (arrays.wide_bias ? sizes.wide : sizes.element));
-  head.bias_sums = to(arrays.bias_sums, (run * shape.features() + feature) * sizes.wide);
+  head.bias = Offset(arrays.bias, feature * (arrays.wide_bias ? sizes.wide : sizes.element));
+  head.bias_sums = Offset(arrays.bias_sums, (run * shape.features() + feature) * sizes.wide);
   if (part == 2) return head;
   head.scale = static_cast<const char*>(arrays.scale[part]);
   head.wide_scale = arrays.wide_scale[part];
   head.scale_sums =
-      to(arrays.scale_sums, (run * shape.scale_sums(biased) + sum * size) * sizes.wide);
+      Offset(arrays.scale_sums, (run * shape.scale_sums(biased) + sum * size) * sizes.wide);
   if (shape.pairs == 0) return head;
   const int64_t angle = (shape.angles.Offset(batch) + row % shape.sequence) * 2 * shape.pairs;
-  head.cos = from(arrays.turns, angle * sizes.wide);
-  head.sin = from(arrays.turns, (angle + shape.pairs) * sizes.wide);
+  head.cos = Offset(arrays.turns, angle * sizes.wide);
+  head.sin = Offset(arrays.turns, (angle + shape.pairs) * sizes.wide);
   return head;
 }
 
 void Run(const RotaryShape& shape, DType dtype, int64_t groups, int64_t subgroups,
-         const RotaryArrays& arrays, RotaryKernels::Head* kernel, Executor& executor) {
+         const RotaryArrays& arrays, void (*kernel)(const RotaryHead&), Executor& executor) {
   const Sizes sizes(dtype);
   const int64_t group_rows = shape.rows() / groups, run_rows = CeilDiv(group_rows, subgroups);
   const int64_t head_bytes = shape.head_size * sizes.element, all = shape.heads();
@@ -100,7 +96,7 @@ void Run(const RotaryShape& shape, DType dtype, int64_t groups, int64_t subgroup
 void RotaryHeads(const RotaryShape& shape, DType dtype, const RotaryArrays& arrays,
                  Executor& executor) {
   if (shape.rows() * shape.features() == 0) return;
-  Run(shape, dtype, 1, shape.rows(), arrays, Kernels().forward[static_cast<int>(dtype)], executor);
+  Run(shape, dtype, 1, shape.rows(), arrays, Kernels(dtype).forward, executor);
 }
 
 void RotaryHeadsBackward(const RotaryShape& shape, DType dtype, const HeadsSums& sums,
@@ -115,7 +111,7 @@ void RotaryHeadsBackward(const RotaryShape& shape, DType dtype, const HeadsSums&
   if (rows * shape.features() == 0) return;
   const bool summing = arrays.bias_sums != nullptr || arrays.scale_sums != nullptr;
   Run(shape, dtype, summing ? groups : 1, summing ? sums.subgroups : rows, arrays,
-      Kernels().backward[static_cast<int>(dtype)], executor);
+      Kernels(dtype).backward, executor);
 }
 
 }  // namespace jax_fastops::cpu

@@ -12,23 +12,8 @@ template <typename E>
 struct Rotary {
   using A = typename E::A;
   using Scalar = typename A::Scalar;
-  using Wide = SameElement<A>;
   static constexpr int64_t kBlock = E::kBlock;
   static constexpr int kMost = 512 + kBlock;  // kRotaryMostHeadSize
-
-  // Calls f(block, extent, at, count) for the blocks of a row of Values.
-  template <typename F>
-  static FASTOPS_INLINE void Over(int64_t n, const F& f) {
-    OverBlocks<kBlock>(
-        0, n, [&](auto extent, int64_t at, int64_t count) FASTOPS_LAMBDA { f(extent, at, count); });
-  }
-
-  template <typename Extent>
-  static FASTOPS_INLINE Pair<A> Parameter(Extent extent, const char* p, bool wide, int64_t at,
-                                          int64_t count) {
-    return wide ? LoadElements<Wide>(extent, p + at * Wide::kBytes, count)
-                : LoadElements<E>(extent, p + at * E::kBytes, count);
-  }
 
   // Rotates the pairs of v, forwards or backwards.
   static FASTOPS_INLINE void Rotate(const RotaryHead& head, bool backwards, Scalar* v) {
@@ -54,9 +39,9 @@ struct Rotary {
   // Loads x plus the bias. Returns the reciprocal root mean square if there is a scale.
   static FASTOPS_INLINE Scalar LoadHead(const RotaryHead& head, Scalar* v) {
     Pair<A> squares = SetPair<A>(0);
-    Over(head.size, [&](auto extent, int64_t at, int64_t count) FASTOPS_LAMBDA {
+    OverBlocks<kBlock>(0, head.size, [&](auto extent, int64_t at, int64_t count) FASTOPS_LAMBDA {
       Pair<A> x = LoadElements<E>(extent, head.x + at * E::kBytes, count);
-      if (head.bias) x = Add(x, Parameter(extent, head.bias, head.wide_bias, at, count));
+      if (head.bias) x = Add(x, LoadEither<E>(extent, head.bias, head.wide_bias, at, count));
       squares = MulAdd(x, x, squares);
       StorePair<A>(v + at, x);
     });
@@ -69,28 +54,21 @@ struct Rotary {
     alignas(64) Scalar v[kMost];
     const Pair<A> rstd = SetPair<A>(LoadHead(head, v));
     if (head.scale) {
-      Over(head.size, [&](auto extent, int64_t at, int64_t count) FASTOPS_LAMBDA {
-        const Pair<A> scale = Parameter(extent, head.scale, head.wide_scale, at, count);
+      OverBlocks<kBlock>(0, head.size, [&](auto extent, int64_t at, int64_t count) FASTOPS_LAMBDA {
+        const Pair<A> scale = LoadEither<E>(extent, head.scale, head.wide_scale, at, count);
         StorePair<A>(v + at, Mul(Mul(LoadPair<A>(v + at), rstd), scale));
       });
     }
     if (head.cos) Rotate(head, false, v);
-    Over(head.size, [&](auto extent, int64_t at, int64_t count) FASTOPS_LAMBDA {
+    OverBlocks<kBlock>(0, head.size, [&](auto extent, int64_t at, int64_t count) FASTOPS_LAMBDA {
       StoreElements<E, false>(extent, head.y + at * E::kBytes, E::Narrow(LoadPair<A>(v + at)),
                               count);
     });
   }
 
-  template <typename Extent>
-  static FASTOPS_INLINE void AddTo(Extent extent, char* sums, Pair<A> v, int64_t at,
-                                   int64_t count) {
-    char* to = sums + at * Wide::kBytes;
-    StoreElements<Wide, false>(extent, to, Add(v, LoadElements<Wide>(extent, to, count)), count);
-  }
-
   static void Backward(const RotaryHead& head) {
     alignas(64) Scalar g[kMost], v[kMost];
-    Over(head.size, [&](auto extent, int64_t at, int64_t count) FASTOPS_LAMBDA {
+    OverBlocks<kBlock>(0, head.size, [&](auto extent, int64_t at, int64_t count) FASTOPS_LAMBDA {
       StorePair<A>(g + at, LoadElements<E>(extent, head.y + at * E::kBytes, count));
     });
     if (head.cos) Rotate(head, true, g);
@@ -98,28 +76,30 @@ struct Rotary {
     if (head.scale) {
       rstd = SetPair<A>(LoadHead(head, v));
       Pair<A> products = SetPair<A>(0);
-      Over(head.size, [&](auto extent, int64_t at, int64_t count) FASTOPS_LAMBDA {
+      OverBlocks<kBlock>(0, head.size, [&](auto extent, int64_t at, int64_t count) FASTOPS_LAMBDA {
         const Pair<A> dy = LoadPair<A>(g + at), xhat = Mul(LoadPair<A>(v + at), rstd);
-        if (head.scale_sums) AddTo(extent, head.scale_sums, Mul(dy, xhat), at, count);
-        const Pair<A> dxhat = Mul(dy, Parameter(extent, head.scale, head.wide_scale, at, count));
+        if (head.scale_sums) AddTo(extent, head.scale_sums, at, count, Mul(dy, xhat));
+        const Pair<A> dxhat =
+            Mul(dy, LoadEither<E>(extent, head.scale, head.wide_scale, at, count));
         products = MulAdd(dxhat, xhat, products);
         StorePair<A>(g + at, dxhat);
         StorePair<A>(v + at, xhat);
       });
       mean = SetPair<A>(SumOf(products) / static_cast<Scalar>(head.size));
     }
-    Over(head.size, [&](auto extent, int64_t at, int64_t count) FASTOPS_LAMBDA {
+    OverBlocks<kBlock>(0, head.size, [&](auto extent, int64_t at, int64_t count) FASTOPS_LAMBDA {
       Pair<A> dx = LoadPair<A>(g + at);
       if (head.scale) dx = Mul(Sub(dx, Mul(LoadPair<A>(v + at), mean)), rstd);
-      if (head.bias_sums) AddTo(extent, head.bias_sums, dx, at, count);
+      if (head.bias_sums) AddTo(extent, head.bias_sums, at, count, dx);
       StoreElements<E, false>(extent, head.dx + at * E::kBytes, E::Narrow(dx), count);
     });
   }
+
+  static constexpr RotaryKernels kKernels = {Forward, Backward};
 };
 
 }  // namespace
 
-const RotaryKernels rotary_kernels = {FASTOPS_EACH_DTYPE(Rotary, Forward),
-                                      FASTOPS_EACH_DTYPE(Rotary, Backward)};
+const RotaryKernels rotary_kernels[] = FASTOPS_EACH_DTYPE(Rotary, kKernels);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -21,11 +21,9 @@ struct RotaryHead {
 };
 
 struct RotaryKernels {
-  using Head = void(const RotaryHead& head);
-
-  Head* forward[kNumDTypes];
-  Head* backward[kNumDTypes];
+  void (*forward)(const RotaryHead& head);
+  void (*backward)(const RotaryHead& head);
 };
-FASTOPS_DECLARE_KERNELS(RotaryKernels, rotary_kernels)
+FASTOPS_DECLARE_KERNELS(RotaryKernels, rotary_kernels[kNumDTypes])
 
 }  // namespace jax_fastops::cpu

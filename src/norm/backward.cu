@@ -180,11 +180,7 @@ cudaError_t LaunchBackward(const NormBackwardCall& call, DType dtype, Params p,
   p.sums = plan.sums;
   p.partials = plan.partials;
   if (plan.form < 0) return LaunchLong<T>(dtype, p, plan, stream);
-  p.block_columns = plan.block_columns;
-  p.stages = plan.stages;
-  p.slot_bytes = plan.slot_bytes;
-  p.stat_bytes = plan.stat_bytes;
-  p.stage_bytes = plan.stage_bytes;
+  p.ring = plan;
   return Launch(RowsKernel<T>(call.aligned, call.dropout, plan.form),
                 Grid(plan.blocks, kBlock, plan.shared, plan.cluster), stream, p);
 }
@@ -234,9 +230,8 @@ cudaError_t NormBackward(const NormShape& shape, NormKind kind, DType dtype,
   p.n = shape.n;
   p.aligned_sums =
       shape.n * accumulator % 16 == 0 && CommonAlignment({sums[0], sums[1], sums[2]}) == 16;
-  return ForDType(dtype, [&](auto tag) {
-    return LaunchBackward<typename decltype(tag)::Type>(call, dtype, p, stream);
-  });
+  return ForDType(
+      dtype, [&]<typename T>(TypeTag<T>) { return LaunchBackward<T>(call, dtype, p, stream); });
 }
 
 cudaError_t LoadNormBackwardKernels() { return LoadKernels<NormBackwardKernels>(); }

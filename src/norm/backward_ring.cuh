@@ -30,12 +30,8 @@ struct Params {
   int64_t all_rows;
   int64_t n;
   int64_t sums;
-  int64_t partials;   // of all batch entries
-  int block_columns;  // columns of a row in each block of a cluster; n without a cluster
-  int stages;
-  int slot_bytes;     // for the elements of one array in a tile
-  int stat_bytes;     // for the means of a tile; as many for its rstds
-  int stage_bytes;    // of a whole stage
+  int64_t partials;  // of all batch entries
+  NormRing ring;
   bool aligned_sums;  // rows of partial sums allow 16-byte stores
   RowDropout dropout;
   float gain;       // its scale
@@ -126,11 +122,12 @@ __device__ __forceinline__ Source SourceOf(const Params& p, int array, int first
   source.width = elements ? columns * int{sizeof(T)} : int{sizeof(A)};
   if (elements) source.data += source.data != nullptr ? first_column * int64_t{sizeof(T)} : 0;
   source.slot = array == kDy     ? 0
-                : array == kS    ? p.slot_bytes
-                : array == kRstd ? 2 * p.slot_bytes
-                : array == kMean ? 2 * p.slot_bytes + p.stat_bytes
-                : array == kDsum ? 2 * p.slot_bytes + 2 * p.stat_bytes
-                                 : p.stage_bytes - p.slot_bytes;  // after dsum, if present
+                : array == kS    ? p.ring.slot_bytes
+                : array == kRstd ? 2 * p.ring.slot_bytes
+                : array == kMean ? 2 * p.ring.slot_bytes + p.ring.stat_bytes
+                : array == kDsum
+                    ? 2 * p.ring.slot_bytes + 2 * p.ring.stat_bytes
+                    : p.ring.stage_bytes - p.ring.slot_bytes;  // after dsum, if present
   return source;
 }
 

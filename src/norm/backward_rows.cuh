@@ -148,8 +148,8 @@ struct Rows {
   const int blocks = L::kClusters ? BlocksOfCluster() : 1;  // that share a row
   const int first_partial = blockIdx.x / blocks, stride = gridDim.x / blocks;
   // The columns of this block, and the number of units of them in this thread.
-  const int first_column = L::kClusters ? BlockOfCluster() * p.block_columns : 0;
-  const int columns = max(0, min(p.block_columns, static_cast<int>(p.n) - first_column));
+  const int first_column = L::kClusters ? BlockOfCluster() * p.ring.block_columns : 0;
+  const int columns = max(0, min(p.ring.block_columns, static_cast<int>(p.n) - first_column));
   const int units = (columns / kSize - in_row + L::kThreads - 1) / L::kThreads;
   const bool has_mean = p.arrays[kMean] != nullptr, has_dsum = p.arrays[kDsum] != nullptr;
   const A inverse_n = A(1) / A(p.n);
@@ -168,7 +168,8 @@ struct Rows {
   __device__ __forceinline__ Rows(const Params& params, Shared<L>& block, char* ring)
       : p(params),
         shared(block),
-        stages(ring + threadIdx.x / L::kWorkerThreads * params.stages * params.stage_bytes) {}
+        stages(ring +
+               threadIdx.x / L::kWorkerThreads * params.ring.stages * params.ring.stage_bytes) {}
 
   __device__ __forceinline__ bool InColumns(int unit) const {
     return unit < L::kLeastUnits || unit < units;
@@ -185,7 +186,7 @@ struct Rows {
     return (r * columns + (j * L::kThreads + in_row) * kSize) * int{sizeof(T)};
   }
   __device__ __forceinline__ char* StageAt(int stage) const {
-    return stages + stage * p.stage_bytes;
+    return stages + stage * p.ring.stage_bytes;
   }
 
   // The offset of an element from a 16-byte boundary in global memory, which is also its offset in
@@ -205,14 +206,14 @@ struct Rows {
     A rstd;
   };
   __device__ __forceinline__ Stats StatsOf(const Tile& tile, int r) const {
-    const char* at = tile.stage + 2 * p.slot_bytes;
+    const char* at = tile.stage + 2 * p.ring.slot_bytes;
     const auto value = [&](const void* array) {
       return reinterpret_cast<const A*>(at + Offset(array, tile.row, sizeof(A)))[r];
     };
     Stats stats = {};
     if (InTile(tile, r)) {
       stats.rstd = value(p.arrays[kRstd]);
-      at += p.stat_bytes;
+      at += p.ring.stat_bytes;
       if (has_mean) stats.mean = value(p.arrays[kMean]);
     }
     return stats;
@@ -222,7 +223,7 @@ struct Rows {
   __device__ __forceinline__ void Begin() {
     const int arrivals =
         (kHopper ? 0 : L::kWorkerThreads) + 3 + has_mean + has_dsum + (p.arrays[kDy2] != nullptr);
-    if (in_worker < p.stages) shared.full[worker][in_worker].Init(arrivals);
+    if (in_worker < p.ring.stages) shared.full[worker][in_worker].Init(arrivals);
     if (threadIdx.x < kArrays) {
       shared.sources[threadIdx.x] = SourceOf<T>(p, threadIdx.x, first_column, columns);
     }
@@ -278,7 +279,8 @@ struct Rows {
   __device__ __forceinline__ void AddDy2(const Tile& tile) const {
     constexpr int kAll = kRepeat * kUnits, kBatch = kAll < 4 ? kAll : 4;
     char* const dys = Elements(tile, 0, p.arrays[kDy]);
-    const char* const others = Elements(tile, p.stage_bytes - p.slot_bytes, p.arrays[kDy2]);
+    const char* const others =
+        Elements(tile, p.ring.stage_bytes - p.ring.slot_bytes, p.arrays[kDy2]);
 #pragma unroll 1
     for (int first = 0; first < kAll; first += kBatch) {
       bool in[kBatch];
@@ -333,7 +335,7 @@ struct Rows {
   // First step: adds the tile to the sums over rows, and computes its sums along rows.
   __device__ __forceinline__ void Reduce(const Tile& tile, A (&totals)[L::kSums]) {
     const char* const dys = Elements(tile, 0, p.arrays[kDy]);
-    const char* const s = Elements(tile, p.slot_bytes, p.arrays[kS]);
+    const char* const s = Elements(tile, p.ring.slot_bytes, p.arrays[kS]);
 #pragma unroll
     for (int k = 0; k < kRepeat; ++k) {
       const int r = k * L::kRowLanes + row_lane;
@@ -385,7 +387,8 @@ struct Rows {
 
   // Second step: dx of the tile.
   __device__ __forceinline__ void WriteDx(const Tile& tile, const A (&totals)[L::kSums]) {
-    const char* const dsum = Elements(tile, 2 * p.slot_bytes + 2 * p.stat_bytes, p.arrays[kDsum]);
+    const char* const dsum =
+        Elements(tile, 2 * p.ring.slot_bytes + 2 * p.ring.stat_bytes, p.arrays[kDsum]);
     const int64_t place = (tile.row * p.n + first_column) * int64_t{sizeof(T)};
     char* const dx = static_cast<char*>(p.dx) + place;
 #pragma unroll
@@ -449,7 +452,7 @@ struct Rows {
   __device__ __forceinline__ void Run() {
     Begin();
     ahead.Seek(p, first_partial, stride, worker);
-    for (int i = 0; i < p.stages; ++i) Fill(i);
+    for (int i = 0; i < p.ring.stages; ++i) Fill(i);
     LoadScale();
     int stage = 0, parity = 0, exchange_phase = 0;
     for (int64_t partial = first_partial; partial < p.partials; partial += stride) {
@@ -473,7 +476,7 @@ struct Rows {
           L::Group::Sync();
           Fill(stage);
         }
-        if (++stage == p.stages) {
+        if (++stage == p.ring.stages) {
           stage = 0;
           parity ^= 1;
         }

@@ -351,8 +351,8 @@ cudaError_t NormForward(const NormShape& shape, NormKind kind, DType dtype, doub
 
   const NormForwardParams params = ParamsOf(shape, kind, eps, arrays);
   const int alignment = AlignmentOf(shape.n * itemsize, arrays);
-  return ForDType(dtype, [&](auto tag) {
-    return LaunchForward<typename decltype(tag)::Type>(alignment, dtype, params, stream);
+  return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
+    return LaunchForward<T>(alignment, dtype, params, stream);
   });
 }
 

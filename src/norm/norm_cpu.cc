@@ -27,111 +27,78 @@ FASTOPS_DEFINE_KERNELS(Kernels, norm_kernels)
 // With dropout: the elements of the rows whose sums are computed before these rows are normalized.
 constexpr int64_t kDropElements = 4096;
 
-int64_t AccumulatorSize(DType dtype) { return dtype == DType::kF64 ? 8 : 4; }
-
-bool IsLineStart(const void* p) { return reinterpret_cast<uintptr_t>(p) % 64 == 0; }
-
-// The arrays from a row on.
-
-NormForwardArrays FromRow(const NormForwardArrays& arrays, int64_t row, int64_t row_bytes,
-                          int64_t accumulator) {
-  NormForwardArrays from = arrays;
-  for (const void** p : {&from.x, &from.residual}) *p = Offset(*p, row * row_bytes);
-  for (void** p : {&from.y, &from.sum}) *p = Offset(*p, row * row_bytes);
-  for (void** p : {&from.mean, &from.rstd}) *p = Offset(*p, row * accumulator);
-  from.dropout.seeds = arrays.dropout.seeds.From(row);
-  return from;
-}
-
-NormBackwardArrays FromRow(const NormBackwardArrays& arrays, int64_t row, int64_t row_bytes,
-                           int64_t accumulator) {
-  NormBackwardArrays from = arrays;
-  for (const void** p : {&from.dy, &from.s, &from.dsum, &from.dy2})
-    *p = Offset(*p, row * row_bytes);
-  for (const void** p : {&from.mean, &from.rstd}) *p = Offset(*p, row * accumulator);
-  for (void** p : {&from.dx, &from.dresidual}) *p = Offset(*p, row * row_bytes);
-  from.dropout.seeds = arrays.dropout.seeds.From(row);
-  return from;
-}
-
 }  // namespace
 
 void NormForward(const NormShape& shape, NormKind kind, DType dtype, double eps,
                  const NormForwardArrays& arrays, Executor& executor) {
-  const int64_t rows = shape.all_rows();
-  const int64_t row_bytes = shape.n * ItemSize(dtype);
-  const int64_t accumulator = AccumulatorSize(dtype);
-  auto* kernel = Kernels().forward[static_cast<int>(dtype)];
+  const int64_t rows = shape.all_rows(), n = shape.n, row_bytes = n * ItemSize(dtype);
+  auto* const kernel = Kernels(dtype).forward;
   const bool drops = arrays.dropout.drops();
   // Without an array for the sum, y holds it before it holds the result.
   const bool stream = ShouldStream(rows * row_bytes) && !(drops && arrays.sum == nullptr);
+  void* const s = arrays.sum != nullptr ? arrays.sum : arrays.y;
+  NormForwardArrays of_kernel = arrays;
+  if (drops) {
+    of_kernel.x = s;
+    of_kernel.residual = of_kernel.sum = nullptr;
+    of_kernel.input_bias = {};
+  }
+  const int64_t some = drops ? std::max<int64_t>(1, kDropElements / std::max<int64_t>(1, n)) : rows;
   const int moved = 2 + Count(arrays.residual, arrays.sum);
-  ParallelFor(executor, rows, 1, static_cast<double>(moved * row_bytes + 2 * accumulator),
+  ParallelFor(executor, rows, 1,
+              static_cast<double>(moved * row_bytes + 2 * AccumulatorSize(dtype)),
               [&](int64_t begin, int64_t end) {
-                const int64_t some =
-                    drops ? std::max<int64_t>(1, kDropElements / std::max<int64_t>(1, shape.n))
-                          : end - begin;
                 for (int64_t row = begin; row < end; row += some) {
-                  const int64_t count = std::min(some, end - row);
-                  NormForwardArrays from = FromRow(arrays, row, row_bytes, accumulator);
+                  const int64_t count = std::min(some, end - row), at = row * row_bytes;
                   if (drops) {
-                    void* const s = from.sum != nullptr ? from.sum : from.y;
-                    const NormParameter& bias = from.input_bias;
+                    RowDropout dropout = arrays.dropout;
+                    dropout.seeds = dropout.seeds.From(row);
+                    const NormParameter& bias = arrays.input_bias;
                     InlineExecutor here;
-                    Dropout(dtype, {from.x, bias.data, bias.wide, from.residual, s}, count, shape.n,
-                            from.dropout, here);
-                    from.x = s;
-                    from.residual = from.sum = nullptr;
-                    from.input_bias = {};
+                    Dropout(dtype,
+                            {Offset(arrays.x, at), bias.data, bias.wide,
+                             Offset(arrays.residual, at), Offset(s, at)},
+                            count, n, dropout, here);
                   }
-                  kernel(from, kind, eps, count, shape.n, stream);
+                  kernel(of_kernel, kind, eps, row, row + count, n, stream);
                 }
               });
 }
 
 void NormBackward(const NormShape& shape, NormKind kind, DType dtype,
                   const NormBackwardArrays& arrays, Executor& executor) {
-  const int64_t rows = shape.all_rows();
-  const int64_t row_bytes = shape.n * ItemSize(dtype);
-  const int64_t accumulator = AccumulatorSize(dtype);
-  auto* kernel = Kernels().backward[static_cast<int>(dtype)];
-  const bool drops = arrays.dropout.drops();
-  const bool stream = ShouldStream(rows * row_bytes) &&
-                      (!drops || (IsLineStart(arrays.dx) && IsLineStart(arrays.dresidual)));
+  const int64_t rows = shape.all_rows(), n = shape.n, row_bytes = n * ItemSize(dtype);
+  auto* const kernel = Kernels(dtype).backward;
+  const bool stream =
+      ShouldStream(rows * row_bytes) &&
+      (!arrays.dropout.drops() || (IsWholeLines(arrays.dx) && IsWholeLines(arrays.dresidual)));
   const int64_t moved = 3 + Count(arrays.dsum, arrays.dy2, arrays.dresidual);
-  const double bytes_per_row = static_cast<double>(moved * row_bytes + 2 * accumulator);
+  const double bytes_per_row = static_cast<double>(moved * row_bytes + 2 * AccumulatorSize(dtype));
   const int wanted = Count(arrays.dscale, arrays.dbias, arrays.dinput_bias);
   if (wanted == 0) {
-    ParallelFor(executor, rows, 1, bytes_per_row, [&](int64_t begin, int64_t end) {
-      kernel(FromRow(arrays, begin, row_bytes, accumulator), kind, end - begin, shape.n, stream);
-    });
+    ParallelFor(executor, rows, 1, bytes_per_row,
+                [&](int64_t begin, int64_t end) { kernel(arrays, kind, begin, end, n, stream); });
     return;
   }
-  const int64_t sums_bytes = shape.n * accumulator;
-  const int64_t partials = shape.batch * shape.sums;
-  if (partials <= 0 || shape.n == 0) return;
+  const int64_t sums_bytes = n * AccumulatorSize(dtype), partials = shape.batch * shape.sums;
+  if (partials <= 0 || n == 0) return;
   const double bytes_per_partial =
       bytes_per_row * static_cast<double>(rows) / static_cast<double>(partials) +
       static_cast<double>(wanted * sums_bytes);
   ParallelFor(executor, partials, 1, bytes_per_partial, [&](int64_t first, int64_t last) {
     for (int64_t partial = first; partial < last; ++partial) {
-      const int64_t group = partial / shape.sums, p = partial % shape.sums;
+      const int64_t group = partial / shape.sums * shape.rows, p = partial % shape.sums;
       // p * rows / sums, without the product, which might overflow.
       const int64_t quotient = shape.rows / shape.sums, remainder = shape.rows % shape.sums;
       const int64_t begin = p * quotient + p * remainder / shape.sums;
       const int64_t end = (p + 1) * quotient + (p + 1) * remainder / shape.sums;
-      NormBackwardArrays from = FromRow(arrays, group * shape.rows + begin, row_bytes, accumulator);
-      from.dscale = Offset(arrays.dscale, partial * sums_bytes);
-      from.dbias = Offset(arrays.dbias, partial * sums_bytes);
-      from.dinput_bias = Offset(arrays.dinput_bias, partial * sums_bytes);
-      if (begin == end) {
-        void* const all[] = {from.dscale, from.dbias, from.dinput_bias};
-        for (void* sums : all) {
-          if (sums != nullptr) std::memset(sums, 0, static_cast<size_t>(sums_bytes));
-        }
-        continue;
+      NormBackwardArrays from = arrays;
+      for (void** sums : {&from.dscale, &from.dbias, &from.dinput_bias}) {
+        *sums = Offset(*sums, partial * sums_bytes);
+        if (begin == end && *sums != nullptr)
+          std::memset(*sums, 0, static_cast<size_t>(sums_bytes));
       }
-      kernel(from, kind, end - begin, shape.n, stream);
+      kernel(from, kind, group + begin, group + end, n, stream);
     }
   });
 }

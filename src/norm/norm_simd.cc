@@ -17,6 +17,7 @@
 
 #include "core/cpu/block_math.h"
 #include "core/cpu/philox_math.h"
+#include "core/cpu/pointers.h"
 #include "core/cpu/simd_math.h"
 
 namespace jax_fastops::cpu::FASTOPS_ISA {
@@ -41,15 +42,12 @@ template <typename E>
 struct Norm {
   using A = typename E::A;
   using Scalar = typename A::Scalar;
-  using Wide = SameElement<A>;
   static constexpr int kBlock = E::kBlock;
 
   template <typename Extent>
   static FASTOPS_INLINE Pair<A> Parameter(Extent extent, const NormParameter& parameter, int64_t i,
                                           int64_t count) {
-    const char* p = static_cast<const char*>(parameter.data);
-    if (parameter.wide) return LoadElements<Wide>(extent, p + i * Wide::kBytes, count);
-    return LoadElements<E>(extent, p + i * E::kBytes, count);
+    return LoadEither<E>(extent, parameter.data, parameter.wide, i, count);
   }
 
   // The input s of the norm: x, or a sum with x.
@@ -137,11 +135,7 @@ struct Norm {
 
   static FASTOPS_INLINE Source SourceAt(const NormForwardArrays& arrays, int64_t row, int64_t n) {
     const int64_t at = row * n * E::kBytes;
-    Source source = {static_cast<const char*>(arrays.x) + at, nullptr, arrays.input_bias};
-    if (arrays.residual != nullptr) {
-      source.residual = static_cast<const char*>(arrays.residual) + at;
-    }
-    return source;
+    return {Offset(arrays.x, at), Offset(arrays.residual, at), arrays.input_bias};
   }
 
   // Subtracts the mean from a block. Lanes after the end of the row stay 0.
@@ -155,15 +149,15 @@ struct Norm {
   // Rows of one block never leave the registers.
   template <bool kLayer, typename Extent>
   static FASTOPS_INLINE void OneBlockRows(Extent extent, const NormForwardArrays& arrays,
-                                          double eps, int64_t rows, int64_t n) {
+                                          double eps, int64_t begin, int64_t end, int64_t n) {
     const double inverse = 1 / static_cast<double>(n);
-    for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t row = begin; row < end; ++row) {
       const Source source = SourceAt(arrays, row, n);
       Pair<A> v =
           source.is_sum() ? Load<true>(extent, source, 0, n) : Load<false>(extent, source, 0, n);
       const int64_t at = row * n * E::kBytes;
       if (arrays.sum != nullptr) {
-        StoreElements<E, false>(extent, static_cast<char*>(arrays.sum) + at, E::Narrow(v), n);
+        StoreElements<E, false>(extent, Offset(arrays.sum, at), E::Narrow(v), n);
       }
       if constexpr (kLayer) {
         Scalar mean = static_cast<Scalar>(static_cast<double>(SumOf(v)) * inverse);
@@ -173,15 +167,15 @@ struct Norm {
           v = Centred(extent, v, static_cast<Scalar>(rest), n);
           mean += static_cast<Scalar>(rest);
         }
-        if (arrays.mean != nullptr) memcpy(At(arrays.mean, row), &mean, sizeof(mean));
+        Put(arrays.mean, row, mean);
       }
       const double variance = static_cast<double>(SumOf(Mul(v, v))) * inverse;
       const Scalar rstd = static_cast<Scalar>(1 / __builtin_sqrt(variance + eps));
-      if (arrays.rstd != nullptr) memcpy(At(arrays.rstd, row), &rstd, sizeof(rstd));
+      Put(arrays.rstd, row, rstd);
       v = Mul(v, SetPair<A>(rstd));
       if (arrays.scale.data != nullptr) v = Mul(v, Parameter(extent, arrays.scale, 0, n));
       if (arrays.bias.data != nullptr) v = Add(v, Parameter(extent, arrays.bias, 0, n));
-      StoreElements<E, false>(extent, static_cast<char*>(arrays.y) + at, E::Narrow(v), n);
+      StoreElements<E, false>(extent, Offset(arrays.y, at), E::Narrow(v), n);
     }
   }
 
@@ -189,25 +183,23 @@ struct Norm {
   // horizontal reduction over the lanes of a vector, which takes longer than the rest of a short
   // row. In a group, the reductions of different rows overlap.
   template <bool kLayer, bool kStream>
-  static void ForwardRows(const NormForwardArrays& arrays, double eps, int64_t rows, int64_t n) {
+  static void ForwardRows(const NormForwardArrays& arrays, double eps, int64_t begin, int64_t end,
+                          int64_t n) {
     if (n <= kBlock && n > 0) {
       return OverBlocks<kBlock>(0, n, [&](auto extent, int64_t, int64_t) FASTOPS_LAMBDA {
-        OneBlockRows<kLayer>(extent, arrays, eps, rows, n);
+        OneBlockRows<kLayer>(extent, arrays, eps, begin, end, n);
       });
     }
-    const int64_t fit = kGroupElements / (n > 0 ? n : 1);
-    const int64_t group = fit < 1 ? 1 : fit < kMaxGroup ? fit : kMaxGroup;
+    const int64_t group = Max(1, Min(kMaxGroup, kGroupElements / Max(1, n)));
     const double inverse = 1 / static_cast<double>(n);
     const int64_t ahead = group * n * E::kBytes;
-    for (int64_t row = 0; row < rows; row += group) {
-      const int64_t count = rows - row < group ? rows - row : group;
+    for (int64_t row = begin; row < end; row += group) {
+      const int64_t count = Min(group, end - row);
       Scalar mean[kMaxGroup], correction[kMaxGroup] = {}, rstd[kMaxGroup];
       double squares[kMaxGroup] = {};
       for (int64_t k = 0; k < count; ++k) {
         const Source source = SourceAt(arrays, row + k, n);
-        char* sum = arrays.sum == nullptr
-                        ? nullptr
-                        : static_cast<char*>(arrays.sum) + (row + k) * n * E::kBytes;
+        char* const sum = Offset(arrays.sum, (row + k) * n * E::kBytes);
         const Scalar first = source.is_sum() ? FirstSum<kLayer, true>(source, sum, n)
                                              : FirstSum<kLayer, false>(source, sum, n);
         mean[k] = kLayer ? static_cast<Scalar>(static_cast<double>(first) * inverse) : 0;
@@ -232,13 +224,12 @@ struct Norm {
       }
       for (int64_t k = 0; k < kMaxGroup; ++k) rstd[k] = static_cast<Scalar>(squares[k]);
       for (int64_t k = 0; k < count; ++k) {
-        const Scalar corrected = mean[k] + correction[k];
-        if (arrays.mean != nullptr) memcpy(At(arrays.mean, row + k), &corrected, sizeof(Scalar));
-        if (arrays.rstd != nullptr) memcpy(At(arrays.rstd, row + k), &rstd[k], sizeof(Scalar));
+        Put(arrays.mean, row + k, mean[k] + correction[k]);
+        Put(arrays.rstd, row + k, rstd[k]);
       }
       for (int64_t k = 0; k < count; ++k) {
         const Source source = SourceAt(arrays, row + k, n);
-        char* y = static_cast<char*>(arrays.y) + (row + k) * n * E::kBytes;
+        char* const y = Offset(arrays.y, (row + k) * n * E::kBytes);
         if (source.is_sum()) {
           Store<true, kStream>(source, arrays, y, n, ahead, mean[k], correction[k], rstd[k]);
         } else {
@@ -249,55 +240,31 @@ struct Norm {
     if constexpr (kStream) StreamFence();
   }
 
-  template <typename F>
-  static FASTOPS_INLINE void OverPieces(int64_t n, const F& f) {
-    for (int64_t begin = 0; begin < n; begin += kDropPiece) {
-      f(begin, n - begin > kDropPiece ? begin + kDropPiece : n);
-    }
-  }
-
-  // Which elements of a piece are kept, one bit each.
-  static FASTOPS_INLINE void DrawPiece(const RowDropout& dropout, int64_t row, int64_t begin,
-                                       int64_t end, uint8_t* kept) {
-    KeptBits(dropout.seeds.At(row), static_cast<uint32_t>(begin / kSeedBlock),
-             (end - begin + kSeedBlock - 1) / kSeedBlock, dropout.largest, kept);
-  }
-
-  static FASTOPS_INLINE char* At(void* p, int64_t i) {
-    return static_cast<char*>(p) + i * static_cast<int64_t>(sizeof(Scalar));
-  }
-  static FASTOPS_INLINE Scalar Read(const void* p, int64_t i) {
+  // A statistic of a row.
+  static FASTOPS_INLINE Scalar Read(const void* p, int64_t row) {
     Scalar value;
-    memcpy(&value, static_cast<const char*>(p) + i * static_cast<int64_t>(sizeof(Scalar)),
-           sizeof(value));
+    memcpy(&value, Offset(p, row * int64_t{sizeof(Scalar)}), sizeof(value));
     return value;
   }
+  static FASTOPS_INLINE void Put(void* p, int64_t row, Scalar value) {
+    if (p != nullptr) memcpy(Offset(p, row * int64_t{sizeof(Scalar)}), &value, sizeof(value));
+  }
 
-  static void Forward(const NormForwardArrays& arrays, NormKind kind, double eps, int64_t rows,
-                      int64_t n, bool stream) {
+  static void Forward(const NormForwardArrays& arrays, NormKind kind, double eps, int64_t begin,
+                      int64_t end, int64_t n, bool stream) {
     WithFlags(
-        [&]<bool kLayer, bool kStream>() { ForwardRows<kLayer, kStream>(arrays, eps, rows, n); },
+        [&]<bool kLayer, bool kStream>() {
+          ForwardRows<kLayer, kStream>(arrays, eps, begin, end, n);
+        },
         kind == NormKind::kLayer, kStreams && stream);
   }
 
   // ---- The gradient ----
 
-  template <typename Extent>
-  static FASTOPS_INLINE void AddTo(Extent extent, void* sums, int64_t i, int64_t count, bool first,
-                                   Pair<A> v) {
-    char* p = static_cast<char*>(sums) + i * Wide::kBytes;
-    if (!first) v = Add(LoadElements<Wide>(extent, p, count), v);
-    StoreElements<Wide, false>(extent, p, v, count);
-  }
-
   // The cotangent of y: dy, or the sum of the cotangents from two users of y.
   struct Cotangent {
     const char* dy;
     const char* dy2;
-
-    Cotangent(const NormBackwardArrays& arrays, int64_t offset)
-        : dy(static_cast<const char*>(arrays.dy) + offset),
-          dy2(arrays.dy2 == nullptr ? nullptr : static_cast<const char*>(arrays.dy2) + offset) {}
 
     template <typename Extent>
     FASTOPS_INLINE Pair<A> operator()(Extent extent, int64_t at, int64_t count) const {
@@ -312,8 +279,8 @@ struct Norm {
   static FASTOPS_INLINE void Group(const NormBackwardArrays& arrays, int64_t row, int64_t n,
                                    bool first) {
     const int64_t row_bytes = n * E::kBytes;
-    const Cotangent dy(arrays, row * row_bytes);
-    const char* s = static_cast<const char*>(arrays.s) + row * row_bytes;
+    const Cotangent dy = {Offset(arrays.dy, row * row_bytes), Offset(arrays.dy2, row * row_bytes)};
+    const char* const s = Offset(arrays.s, row * row_bytes);
     Pair<A> mean[kCount], rstd[kCount];
     Scalar g_mean[kCount], gx_mean[kCount];
     for (int k = 0; k < kCount; ++k) {
@@ -350,15 +317,12 @@ struct Norm {
   static FASTOPS_INLINE void Gradient(const NormBackwardArrays& arrays, int64_t row, int64_t n,
                                       bool first, const Scalar* g_mean, const Scalar* gx_mean) {
     const int64_t row_bytes = n * E::kBytes;
-    const Cotangent dy(arrays, row * row_bytes);
-    const char* s = static_cast<const char*>(arrays.s) + row * row_bytes;
-    const char* dsum =
-        arrays.dsum == nullptr ? nullptr : static_cast<const char*>(arrays.dsum) + row * row_bytes;
-    char* dx = static_cast<char*>(arrays.dx) + row * row_bytes;
+    const Cotangent dy = {Offset(arrays.dy, row * row_bytes), Offset(arrays.dy2, row * row_bytes)};
+    const char* const s = Offset(arrays.s, row * row_bytes);
+    const char* const dsum = Offset(arrays.dsum, row * row_bytes);
+    char* const dx = Offset(arrays.dx, row * row_bytes);
     [[maybe_unused]] const bool drops = arrays.dropout.drops();
-    [[maybe_unused]] char* const dresidual =
-        arrays.dresidual == nullptr ? nullptr
-                                    : static_cast<char*>(arrays.dresidual) + row * row_bytes;
+    [[maybe_unused]] char* const dresidual = Offset(arrays.dresidual, row * row_bytes);
     [[maybe_unused]] const Pair<A> factor = SetPair<A>(static_cast<Scalar>(arrays.dropout.scale));
     [[maybe_unused]] uint8_t kept[kDropBytes];
     [[maybe_unused]] int64_t piece = 0;  // its first element
@@ -398,17 +362,20 @@ struct Norm {
         dinput = Add(dinput, g);
         StoreElements<E, kStream>(extent, dx + at, E::Narrow(g), count);
       }
-      if (arrays.dscale != nullptr) AddTo(extent, arrays.dscale, i, count, first, dscale);
-      if (arrays.dbias != nullptr) AddTo(extent, arrays.dbias, i, count, first, dbias);
-      if (arrays.dinput_bias != nullptr) AddTo(extent, arrays.dinput_bias, i, count, first, dinput);
+      if (arrays.dscale != nullptr) AddTo(extent, arrays.dscale, i, count, dscale, first);
+      if (arrays.dbias != nullptr) AddTo(extent, arrays.dbias, i, count, dbias, first);
+      if (arrays.dinput_bias != nullptr) {
+        AddTo(extent, arrays.dinput_bias, i, count, dinput, first);
+      }
     };
     if constexpr (kCount == 1) {
       if (drops) {
-        OverPieces(n, [&](int64_t begin, int64_t end) FASTOPS_LAMBDA {
-          piece = begin;
-          DrawPiece(arrays.dropout, row, begin, end, kept);
-          OverBlocks<kBlock>(begin, end, block);
-        });
+        for (; piece < n; piece += kDropPiece) {
+          const int64_t end = Min(n, piece + kDropPiece);
+          KeptBits(arrays.dropout.seeds.At(row), static_cast<uint32_t>(piece / kSeedBlock),
+                   (end - piece + kSeedBlock - 1) / kSeedBlock, arrays.dropout.largest, kept);
+          OverBlocks<kBlock>(piece, end, block);
+        }
         return;
       }
     }
@@ -416,26 +383,29 @@ struct Norm {
   }
 
   template <bool kLayer, bool kStream>
-  static void BackwardRows(const NormBackwardArrays& arrays, int64_t rows, int64_t n) {
-    const int64_t grouped = !arrays.dropout.drops() ? rows - rows % kRows : 0;
-    int64_t r = 0;
-    for (; r < grouped; r += kRows) Group<kLayer, kStream, kRows>(arrays, r, n, r == 0);
-    for (; r < rows; ++r) Group<kLayer, kStream, 1>(arrays, r, n, r == 0);
+  static void BackwardRows(const NormBackwardArrays& arrays, int64_t begin, int64_t end,
+                           int64_t n) {
+    const int64_t grouped = !arrays.dropout.drops() ? end - (end - begin) % kRows : begin;
+    int64_t r = begin;
+    for (; r < grouped; r += kRows) Group<kLayer, kStream, kRows>(arrays, r, n, r == begin);
+    for (; r < end; ++r) Group<kLayer, kStream, 1>(arrays, r, n, r == begin);
     if constexpr (kStream) StreamFence();
   }
 
-  static void Backward(const NormBackwardArrays& arrays, NormKind kind, int64_t rows, int64_t n,
-                       bool stream) {
+  static void Backward(const NormBackwardArrays& arrays, NormKind kind, int64_t begin, int64_t end,
+                       int64_t n, bool stream) {
     // Unless rows are whole cache lines, the rows of a group have different alignments.
     stream = stream && n * E::kBytes % 64 == 0;
-    WithFlags([&]<bool kLayer, bool kStream>() { BackwardRows<kLayer, kStream>(arrays, rows, n); },
-              kind == NormKind::kLayer, kStreams && stream);
+    WithFlags(
+        [&]<bool kLayer, bool kStream>() { BackwardRows<kLayer, kStream>(arrays, begin, end, n); },
+        kind == NormKind::kLayer, kStreams && stream);
   }
+
+  static constexpr NormKernels kKernels = {Forward, Backward};
 };
 
 }  // namespace
 
-const NormKernels norm_kernels = {FASTOPS_EACH_DTYPE(Norm, Forward),
-                                  FASTOPS_EACH_DTYPE(Norm, Backward)};
+const NormKernels norm_kernels[] = FASTOPS_EACH_DTYPE(Norm, kKernels);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

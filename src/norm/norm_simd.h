@@ -10,20 +10,16 @@
 
 namespace jax_fastops::cpu {
 
+// Both take rows [begin, end) of the arrays, of n elements each.
 struct NormKernels {
-  // Computes y, and the other outputs that are not null, for `rows` rows of n elements. The arrays
-  // begin at the first of these rows; parameters are passed as a whole. `stream`: stores of y
-  // bypass the caches.
-  using Forward = void(const NormForwardArrays& arrays, NormKind kind, double eps, int64_t rows,
-                       int64_t n, bool stream);
-  // Computes dx for `rows` rows, and, if requested, the sums over these rows. The sums are
-  // overwritten. With dropout, `stream` requires that dx and dresidual are aligned to 64 bytes.
-  using Backward = void(const NormBackwardArrays& arrays, NormKind kind, int64_t rows, int64_t n,
-                        bool stream);
-
-  Forward* forward[kNumDTypes];
-  Backward* backward[kNumDTypes];
+  // Computes y, and the other outputs that are not null. `stream`: stores of y bypass the caches.
+  void (*forward)(const NormForwardArrays& arrays, NormKind kind, double eps, int64_t begin,
+                  int64_t end, int64_t n, bool stream);
+  // Computes dx, and, if requested, the sums over these rows, which are [n] and overwritten. With
+  // dropout, `stream` requires that dx and dresidual are aligned to 64 bytes.
+  void (*backward)(const NormBackwardArrays& arrays, NormKind kind, int64_t begin, int64_t end,
+                   int64_t n, bool stream);
 };
-FASTOPS_DECLARE_KERNELS(NormKernels, norm_kernels)
+FASTOPS_DECLARE_KERNELS(NormKernels, norm_kernels[kNumDTypes])
 
 }  // namespace jax_fastops::cpu

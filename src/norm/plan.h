@@ -72,7 +72,7 @@ constexpr bool NormHasForm(int form, NormAccess access, int itemsize) {
 inline constexpr int kNormLongThreads = 512;
 inline constexpr int kNormLongHeld = 64;  // bytes of a row that a thread holds, in the compute type
 inline constexpr int kNormLongCluster = 16;  // most blocks
-// NormChunkKernel and NormMergeKernel: a block processes a chunk of a row.
+// ChunkMoments and MergeChunks: a block processes a chunk of a row.
 inline constexpr int kNormChunkThreads = 256;
 inline constexpr int kNormChunkHeld = 128;
 // NormGeneralKernel: a block processes a row, chunk by chunk.
@@ -164,7 +164,16 @@ struct NormBackwardCall : NormShape {
   int arrays = 2;  // dy, s, dsum and dy2: how many of them exist
 };
 
-struct NormBackwardPlan {
+// The ring. A stage has a slot for each array, and the statistics.
+struct NormRing {
+  int block_columns = 0;  // columns of a row in each block of a cluster
+  int stages = 0;
+  int slot_bytes = 0;   // for the elements of one array in a tile
+  int stat_bytes = 0;   // for the means of a tile; as many for its rstds
+  int stage_bytes = 0;  // of a whole stage
+};
+
+struct NormBackwardPlan : NormRing {
   int form = -1;  // index in the table for aligned or for other rows, 0 in float64;
                   // -1: the kernels for long rows
   int cluster = 1;
@@ -175,13 +184,7 @@ struct NormBackwardPlan {
   int64_t rows = 0;
   int64_t sums = 0;
   int64_t partials = 0;  // of all batch entries
-  // The ring. A stage has a slot for each array, and the statistics.
-  int block_columns = 0;  // columns of a row in each block of a cluster
-  int stages = 0;
-  int slot_bytes = 0;  // for the elements of one array in a tile
-  int stat_bytes = 0;  // for the means of a tile; as many for its rstds
-  int stage_bytes = 0;
-  int64_t shared = 0;  // bytes of dynamic shared memory
+  int64_t shared = 0;    // bytes of dynamic shared memory
 };
 
 // A plan for a call that is not empty. With dropout, form -1 says that no form with dropout takes

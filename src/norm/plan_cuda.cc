@@ -118,11 +118,9 @@ bool PlanRing(const NormBackwardCall& call, const NormBackwardForm& form, int64_
        (shared - (workers > 1 ? kNormWorkersStatic : kNormBlockStatic)) / (workers * stage),
        std::max<int64_t>(kMinStages, kRing / (workers * stage))});
   if (stages < kMinStages) return false;
-  plan->block_columns = static_cast<int>(columns);
-  plan->slot_bytes = static_cast<int>(slot);
-  plan->stat_bytes = static_cast<int>(stat);
-  plan->stage_bytes = static_cast<int>(stage);
-  plan->stages = static_cast<int>(stages);
+  static_cast<NormRing&>(*plan) = {static_cast<int>(columns), static_cast<int>(stages),
+                                   static_cast<int>(slot), static_cast<int>(stat),
+                                   static_cast<int>(stage)};
   plan->shared = workers * stages * stage;
   return true;
 }

@@ -34,8 +34,8 @@ Range PartOf(int64_t total, int64_t size, int64_t index) {
 }  // namespace
 
 void SegmentSum(const SegmentSumCall& call, Executor& executor) {
-  const int dtype = static_cast<int>(call.dtype);
-  const int64_t bytes = ItemSize(call.dtype), wide_bytes = call.dtype == DType::kF64 ? 8 : 4;
+  const SegmentSumKernels& kernels = Kernels(call.dtype);
+  const int64_t bytes = ItemSize(call.dtype), wide_bytes = AccumulatorSize(call.dtype);
   const bool rounds = !call.wide && bytes != wide_bytes;
   const int64_t y_bytes = call.wide ? wide_bytes : bytes;
   const int64_t threads = executor.threads();
@@ -65,19 +65,19 @@ void SegmentSum(const SegmentSumCall& call, Executor& executor) {
     for (int64_t s = 0; s < of.size(); ++s) {
       std::memset(sums + s * step, 0, static_cast<size_t>(own.size() * wide_bytes));
     }
-    Kernels().add[dtype]({.x = x,
-                          .rows = call.rows,
-                          .x_step = call.columns * bytes,
-                          .n = own.size(),
-                          .ids = static_cast<const int32_t*>(call.ids) + FirstId(call, batch),
-                          .id_step = call.step,
-                          .sums = sums,
-                          .sums_step = step,
-                          .first = of.begin,
-                          .segments = of.size()});
+    kernels.add({.x = x,
+                 .rows = call.rows,
+                 .x_step = call.columns * bytes,
+                 .n = own.size(),
+                 .ids = static_cast<const int32_t*>(call.ids) + FirstId(call, batch),
+                 .id_step = call.step,
+                 .sums = sums,
+                 .sums_step = step,
+                 .first = of.begin,
+                 .segments = of.size()});
     if (!rounds) return;
     for (int64_t s = 0; s < of.size(); ++s) {
-      Kernels().round[dtype](sums + s * step, own.size(), y + s * call.columns * y_bytes);
+      kernels.round(sums + s * step, own.size(), y + s * call.columns * y_bytes);
     }
   };
   ParallelFor(executor, tasks, 1, static_cast<double>(moved) / static_cast<double>(tasks),

@@ -17,10 +17,7 @@ struct SegmentSum {
       const char* const x = p.x + row * p.x_step;
       char* const sums = p.sums + segment * p.sums_step;
       OverBlocks<E::kBlock>(0, p.n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-        char* const sum = sums + i * Wide::kBytes;
-        const auto v = cpu::FASTOPS_ISA::Add(LoadElements<Wide>(extent, sum, count),
-                                             LoadElements<E>(extent, x + i * E::kBytes, count));
-        StoreElements<Wide, false>(extent, sum, Wide::Narrow(v), count);
+        AddTo(extent, sums, i, count, LoadElements<E>(extent, x + i * E::kBytes, count));
       });
     }
   }
@@ -31,11 +28,12 @@ struct SegmentSum {
       StoreElements<E, false>(extent, y + i * E::kBytes, E::Narrow(v), count);
     });
   }
+
+  static constexpr SegmentSumKernels kKernels = {Add, Round};
 };
 
 }  // namespace
 
-const SegmentSumKernels segment_sum_kernels = {FASTOPS_EACH_DTYPE(SegmentSum, Add),
-                                               FASTOPS_EACH_DTYPE(SegmentSum, Round)};
+const SegmentSumKernels segment_sum_kernels[] = FASTOPS_EACH_DTYPE(SegmentSum, kKernels);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

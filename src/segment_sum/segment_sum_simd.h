@@ -19,13 +19,11 @@ struct SegmentSumRows {
   int64_t sums_step, first, segments;
 };
 
-// Kernels by DType. Sums have the accumulator's type.
+// Sums have the accumulator's type.
 struct SegmentSumKernels {
-  using Add = void(const SegmentSumRows& p);                 // adds each row to its sum
-  using Round = void(const char* sums, int64_t n, char* y);  // y = sums
-  Add* add[kNumDTypes];
-  Round* round[kNumDTypes];
+  void (*add)(const SegmentSumRows& p);                 // adds each row to its sum
+  void (*round)(const char* sums, int64_t n, char* y);  // y = sums
 };
-FASTOPS_DECLARE_KERNELS(SegmentSumKernels, segment_sum_kernels)
+FASTOPS_DECLARE_KERNELS(SegmentSumKernels, segment_sum_kernels[kNumDTypes])
 
 }  // namespace jax_fastops::cpu

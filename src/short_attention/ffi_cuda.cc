@@ -1,4 +1,5 @@
 // The handler of attention of short sequences. jax_fastops/_projection.py declares its buffers.
+#include "core/alignment.h"
 #include "core/ffi/handler.h"
 #include "short_attention/short_attention.h"
 
@@ -24,6 +25,8 @@ ffi::Error Forward(Call& call, cudaStream_t stream) {
   c.q_lengths = static_cast<const int32_t*>(call.In("q_lengths?"));
   c.kv_lengths = static_cast<const int32_t*>(call.In("kv_lengths?"));
   c.y = call.Out("y");
+  call.Require(CommonAlignment({c.qkv, c.bias, c.y}) == 16, "qkv",
+               "and its bias and result must begin at multiples of 16 bytes");
   return call.Run([&] { return cuda::ShortAttention(c, stream); });
 }
 

@@ -29,67 +29,55 @@ SoftmaxMask ReadMask(Call& call, const char* like, int axis) {
 }
 
 // `like` is an array with the rows of the call. Its handler reads the arrays.
-SoftmaxArguments Read(Call& call, const char* like) {
+SoftmaxArguments Read(Call& call, const char* like, bool drops) {
   SoftmaxArguments read;
   const Call::Axis n = call.AxisOf(like, "n");
   read.shape = {.outer = n.outer, .n = n.size, .inner = n.inner};
   read.mask = ReadMask(call, like, n.index);
   read.dtype = call.Type();
   read.scale = call.Attribute<double>("scale");
+  if (drops) {
+    read.dropout = ReadDropout(call, true);
+    read.masked = read.mask.data != nullptr;
+    call.Require(n.size <= kSoftmaxDropoutRow, like, "has rows that are too long");
+  } else {
+    read.log = call.Attribute<bool>("log");
+    read.workspace = call.Out("workspace?");
+    call.Require(n.size <= kSoftmaxWorkspace || read.workspace != nullptr, like,
+                 "needs a workspace");
+  }
   return read;
 }
 
-SoftmaxArguments ReadWithoutDropout(Call& call, const char* like) {
-  SoftmaxArguments read = Read(call, like);
-  read.log = call.Attribute<bool>("log");
-  read.workspace = call.Out("workspace?");
-  call.Require(read.shape.n <= kSoftmaxWorkspace || read.workspace != nullptr, like,
-               "needs a workspace");
-  return read;
-}
+using A = SoftmaxArguments;
 
-SoftmaxArguments ReadWithDropout(Call& call) {
-  SoftmaxArguments read = Read(call, "x");
-  read.dropout = ReadDropout(call, true);
-  read.x = call.In("x");
-  read.masked = read.mask.data != nullptr;
-  call.Require(read.shape.n <= kSoftmaxDropoutRow, "x", "has rows that are too long");
-  return read;
-}
-
-ffi::Error Forward(Call& call, Queue queue) {
-  SoftmaxArguments read = ReadWithoutDropout(call, "x");
-  call.Fill(&read, "x", &SoftmaxArguments::x, "y", &SoftmaxArguments::out);
+ffi::Error Forward(Call& call, bool drops, Queue queue) {
+  A read = Read(call, "x", drops);
+  call.Fill(&read, "x", &A::x, "y", &A::out);
   return call.Run([&] { return backend::SoftmaxForward(read, queue); });
 }
 
-ffi::Error Backward(Call& call, Queue queue) {
-  SoftmaxArguments read = ReadWithoutDropout(call, "y");
-  read.y = call.In("y");
-  read.dy = call.In("dy");
-  read.out = call.Out("dx");
+ffi::Error Plain(Call& call, Queue queue) { return Forward(call, false, queue); }
+ffi::Error Dropping(Call& call, Queue queue) { return Forward(call, true, queue); }
+
+ffi::Error PlainBackward(Call& call, Queue queue) {
+  A read = Read(call, "y", false);
+  call.Fill(&read, "y", &A::y, "dy", &A::dy, "dx", &A::out);
   read.masked = call.Attribute<bool>("masked");
   call.Require(!read.masked || !read.log || read.mask.data != nullptr, "y", "needs the mask");
   return call.Run([&] { return backend::SoftmaxBackward(read, queue); });
 }
 
-ffi::Error ForwardWithDropout(Call& call, Queue queue) {
-  SoftmaxArguments read = ReadWithDropout(call);
-  read.out = call.Out("y");
-  return call.Run([&] { return backend::SoftmaxForward(read, queue); });
-}
-
-ffi::Error BackwardWithDropout(Call& call, Queue queue) {
-  SoftmaxArguments read = ReadWithDropout(call);
-  read.dy = call.In("dy");
-  read.out = call.Out("dx");
+ffi::Error DroppingBackward(Call& call, Queue queue) {
+  A read = Read(call, "x", true);
+  call.Fill(&read, "x", &A::x, "dy", &A::dy, "dx", &A::out);
   return call.Run([&] { return backend::SoftmaxBackward(read, queue); });
 }
 
-FASTOPS_HANDLER("softmax", Forward, LoadSoftmaxKernels);
-FASTOPS_HANDLER("softmax_bwd", Backward, LoadSoftmaxKernels);
-FASTOPS_HANDLER("softmax_dropout", ForwardWithDropout, LoadSoftmaxKernels);
-FASTOPS_HANDLER("softmax_dropout_bwd", BackwardWithDropout, LoadSoftmaxKernels);
+FASTOPS_HANDLER("softmax", Plain, LoadSoftmaxKernels);
+FASTOPS_HANDLER("softmax_bwd", PlainBackward, LoadSoftmaxKernels);
+FASTOPS_HANDLER("softmax_dropout", Dropping, LoadSoftmaxKernels);
+FASTOPS_HANDLER("softmax_dropout_bwd", DroppingBackward, LoadSoftmaxKernels);
 
 }  // namespace
 }  // namespace jax_fastops

@@ -68,7 +68,7 @@ struct ForwardOf : FunctorBase<T, kLog> {
   template <typename Row>
   __device__ __forceinline__ void Prepare(Row& row) const {
     if (!p.zero_scale) return;
-    row.Change([](auto& word) { word.TimesZero([](int) { return true; }, T()); });
+    row.Change([](auto& word) { word.TimesZero(); });
   }
 
   // Replaces elements by their exponentials, or for log_softmax by the distances from the top
@@ -122,7 +122,7 @@ struct ForwardOf : FunctorBase<T, kLog> {
     return [factor, offset](auto& x) {
 #pragma unroll
       for (int i = 0; i < static_cast<int>(std::size(x)); ++i) {
-        x[i] = MulAdd(x[i], factor[i % kColumns], offset[i % kColumns]);
+        x[i] = fma(x[i], factor[i % kColumns], offset[i % kColumns]);
       }
     };
   }

@@ -22,9 +22,6 @@ struct OpParams {
 // -------------------------------------------------------------------------------------------------
 // Rows
 
-__device__ __forceinline__ float MulAdd(float a, float b, float c) { return fmaf(a, b, c); }
-__device__ __forceinline__ double MulAdd(double a, double b, double c) { return fma(a, b, c); }
-
 // Finds the elements for which scale * x is largest: the largest elements, or the smallest ones if
 // the scale is negative. Element i of a word counts for column i % kColumns. 16-bit types compare
 // two elements at once.
@@ -173,9 +170,9 @@ struct Gradient {
       if constexpr (sizeof(T) == 2) {
         return scale * fmaf(-Exp2(fmaf(y, kLog2E, 32.0f)), sum, dy);
       }
-      return scale * MulAdd(-Exp(y), sum, dy);
+      return scale * fma(-Exp(y), sum, dy);
     }
-    return skip_zeros && y == A(0) ? A(0) : y * MulAdd(dy, scale, -sum);
+    return skip_zeros && y == A(0) ? A(0) : y * fma(dy, scale, -sum);
   }
   static __device__ __forceinline__ bool Undefined(A total, A scale) {
     return !(fabs(total * scale) < A(INFINITY));

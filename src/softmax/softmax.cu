@@ -59,7 +59,7 @@ cudaError_t RunColumns(const SoftmaxArguments& call, const SoftmaxMask& mask, co
       PlanColumns(ColumnsOf(shape, mask, AddressesOf(rows, inputs), itemsize, inputs), limits);
   if (mask.data != nullptr) {
     const bool words = mask.inner.rank > 0 && plan.bytes > itemsize;
-    columns.mask = {mask.data, mask.stride, words, OffsetsOf(mask.outer), OffsetsOf(mask.inner)};
+    columns.mask = {{mask.data, mask.stride, words, OffsetsOf(mask.outer)}, OffsetsOf(mask.inner)};
   }
   return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) {
     return LaunchHeldColumns<Softmax, ColumnFunctors<kGrad>, T>(plan, columns, op, call.workspace,

@@ -35,8 +35,28 @@
 namespace jax_fastops::cpu {
 namespace {
 
-FASTOPS_DEFINE_KERNELS(Kernels, softmax_kernels)
-FASTOPS_DEFINE_KERNELS(Droppers, dropout_kernels)
+FASTOPS_DEFINE_KERNELS(KernelsOf, softmax_kernels)
+FASTOPS_DEFINE_KERNELS(DropperOf, dropout_kernels)
+
+// A call, with the mask that its kernels read.
+struct Job {
+  const SoftmaxShape& shape;
+  SoftmaxMask mask;
+  SoftmaxCall call;
+  int64_t itemsize;
+  const SoftmaxKernels& kernels;
+  Executor& executor;
+
+  Job(const SoftmaxArguments& args, const SoftmaxMask& mask, bool masked, Executor& executor)
+      : shape(args.shape),
+        mask(mask),
+        call{args.scale, args.log, masked, false},
+        itemsize(ItemSize(args.dtype)),
+        kernels(KernelsOf(args.dtype)),
+        executor(executor) {
+    call.stream = ShouldStream(shape.rows() * shape.n * itemsize);
+  }
+};
 
 // ---- Rows ---------------------------------------------------------------------------------------
 
@@ -55,11 +75,13 @@ const uint8_t* RowMask(const SoftmaxMask& mask, int64_t row, int64_t begin, int6
   return bytes;
 }
 
-// Calls body(row, rows, mask, stride) for runs of rows whose masks have a constant distance.
+// Calls body(row, rows, at, mask, stride) for runs of rows whose masks have a constant distance,
+// where `at` is the offset of the first byte. `arrays` arrays are moved.
 template <typename Body>
-void OverShortRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int64_t row_bytes,
-                   Executor& executor, const Body& body) {
-  ParallelFor(executor, shape.outer, 1, static_cast<double>(row_bytes),
+void OverShortRows(const Job& job, int arrays, const Body& body) {
+  const SoftmaxMask& mask = job.mask;
+  const int64_t row_bytes = job.shape.n * job.itemsize;
+  ParallelFor(job.executor, job.shape.outer, 1, static_cast<double>(arrays * row_bytes),
               [&](int64_t begin, int64_t end) {
                 uint8_t bytes[kSoftmaxPiece];
                 for (int64_t row = begin; row < end;) {
@@ -71,21 +93,20 @@ void OverShortRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int64_t r
                     rows = std::min<int64_t>(end - row, size - row % size);
                     stride = mask.outer.stride[mask.outer.rank - 1];
                   }
-                  body(row, rows, RowMask(mask, row, 0, shape.n, bytes), stride);
+                  body(row, rows, row * row_bytes, RowMask(mask, row, 0, job.shape.n, bytes),
+                       stride);
                   row += rows;
                 }
               });
 }
 
-// For rows of more than one piece: calls first(piece, at, mask) for each piece of a row, which
-// fills the piece's State; then second(piece, at, mask, all) with all = combine(states). Both get
-// the number of elements of the piece and the offset of its first byte. The costs are in arrays
-// that are read and written.
+// For rows of more than one piece: calls first(n, at, mask, &state) for each piece of a row, then
+// second(n, at, mask, all) with all = combine(states). Both get the number of elements of the piece
+// and the offset of its first byte. The costs are in arrays that are read and written.
 template <typename State, typename First, typename Combine, typename Second>
-void OverLongRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int64_t itemsize,
-                  double first_cost, double second_cost, Executor& executor, const First& first,
+void OverLongRows(const Job& job, double first_cost, double second_cost, const First& first,
                   const Combine& combine, const Second& second) {
-  const int64_t n = shape.n, pieces = CeilDiv(n, kSoftmaxPiece);
+  const int64_t n = job.shape.n, pieces = CeilDiv(n, kSoftmaxPiece), itemsize = job.itemsize;
   const int64_t row_bytes = static_cast<int64_t>(second_cost) * n * itemsize;
   const auto row = [&](int64_t row, Executor& inner, std::vector<State>& states) {
     const auto over_pieces = [&](double cost, const auto& body) {
@@ -96,7 +117,7 @@ void OverLongRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int64_t it
                       const int64_t from = piece * kSoftmaxPiece;
                       const int64_t count = std::min<int64_t>(kSoftmaxPiece, n - from);
                       body(count, (row * n + from) * itemsize,
-                           RowMask(mask, row, from, count, bytes),
+                           RowMask(job.mask, row, from, count, bytes),
                            &states[static_cast<size_t>(piece)]);
                     }
                   });
@@ -108,18 +129,19 @@ void OverLongRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int64_t it
     });
   };
   // The threads share the pieces of one row after another, or divide the rows.
-  const int64_t rows = shape.outer, threads = executor.threads();
+  const int64_t rows = job.shape.outer, threads = job.executor.threads();
   if (threads > 1 && row_bytes >= 2 * kParallelBytes &&
       (rows < threads || (rows < 4 * threads && row_bytes >= int64_t{4} << 20))) {
     std::vector<State> states(static_cast<size_t>(pieces));
-    for (int64_t r = 0; r < rows; ++r) row(r, executor, states);
+    for (int64_t r = 0; r < rows; ++r) row(r, job.executor, states);
     return;
   }
-  ParallelFor(executor, rows, 1, static_cast<double>(row_bytes), [&](int64_t begin, int64_t end) {
-    std::vector<State> states(static_cast<size_t>(pieces));
-    InlineExecutor here;
-    for (int64_t r = begin; r < end; ++r) row(r, here, states);
-  });
+  ParallelFor(job.executor, rows, 1, static_cast<double>(row_bytes),
+              [&](int64_t begin, int64_t end) {
+                std::vector<State> states(static_cast<size_t>(pieces));
+                InlineExecutor here;
+                for (int64_t r = begin; r < end; ++r) row(r, here, states);
+              });
 }
 
 struct Stats {
@@ -140,83 +162,77 @@ Stats Combine(const std::vector<Stats>& pieces) {
   return all;
 }
 
-void ForwardRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int type, int64_t itemsize,
-                 const SoftmaxCall& call, const char* x, char* y, Executor& executor) {
-  if (shape.n > kSoftmaxPiece) {
-    OverLongRows<Stats>(
-        shape, mask, itemsize, 1, 2, executor,
-        [&](int64_t n, int64_t at, const uint8_t* bytes, Stats* stats) {
-          Kernels().stats[type](call, x + at, bytes, n, &stats->maximum, &stats->sum);
+void ForwardRows(const Job& job, const char* x, char* y) {
+  const SoftmaxKernels& kernels = job.kernels;
+  const SoftmaxCall& call = job.call;
+  if (job.shape.n > kSoftmaxPiece) {
+    return OverLongRows<Stats>(
+        job, 1, 2,
+        [&](int64_t n, int64_t at, const uint8_t* mask, Stats* stats) {
+          kernels.stats(call, x + at, mask, n, &stats->maximum, &stats->sum);
         },
         Combine,
-        [&](int64_t n, int64_t at, const uint8_t* bytes, const Stats& all) {
-          Kernels().finish[type](call, x + at, bytes, y + at, n, all.maximum, all.sum);
+        [&](int64_t n, int64_t at, const uint8_t* mask, const Stats& all) {
+          kernels.finish(call, x + at, mask, y + at, n, all.maximum, all.sum);
         });
-    return;
   }
-  const int64_t row_bytes = shape.n * itemsize;
-  OverShortRows(shape, mask, 2 * row_bytes, executor,
-                [&](int64_t row, int64_t rows, const uint8_t* row_mask, int64_t mask_stride) {
-                  const int64_t at = row * row_bytes;
-                  Kernels().rows[type](call, x + at, row_mask, mask_stride, y + at, rows, shape.n);
-                });
+  OverShortRows(job, 2, [&](int64_t, int64_t rows, int64_t at, const uint8_t* mask, int64_t step) {
+    kernels.rows(call, x + at, mask, step, y + at, rows, job.shape.n);
+  });
 }
 
-void BackwardRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int type, int64_t itemsize,
-                  const SoftmaxCall& call, const char* y, const char* dy, char* dx,
-                  Executor& executor) {
-  if (shape.n > kSoftmaxPiece) {
-    OverLongRows<double>(
-        shape, mask, itemsize, 2, 3, executor,
-        [&](int64_t n, int64_t at, const uint8_t* bytes, double* sum) {
-          *sum = Kernels().backward_sum[type](call, y + at, dy + at, bytes, n);
+void BackwardRows(const Job& job, const char* y, const char* dy, char* dx) {
+  const SoftmaxKernels& kernels = job.kernels;
+  const SoftmaxCall& call = job.call;
+  if (job.shape.n > kSoftmaxPiece) {
+    return OverLongRows<double>(
+        job, 2, 3,
+        [&](int64_t n, int64_t at, const uint8_t* mask, double* sum) {
+          *sum = kernels.backward_sum(call, y + at, dy + at, mask, n);
         },
         [](const std::vector<double>& sums) {
           return std::accumulate(sums.begin(), sums.end(), 0.0);
         },
-        [&](int64_t n, int64_t at, const uint8_t* bytes, double sum) {
-          Kernels().backward_finish[type](call, y + at, dy + at, bytes, dx + at, n, sum);
+        [&](int64_t n, int64_t at, const uint8_t* mask, double sum) {
+          kernels.backward_finish(call, y + at, dy + at, mask, dx + at, n, sum);
         });
-    return;
   }
-  const int64_t row_bytes = shape.n * itemsize;
-  OverShortRows(shape, mask, 3 * row_bytes, executor,
-                [&](int64_t row, int64_t rows, const uint8_t* row_mask, int64_t mask_stride) {
-                  const int64_t at = row * row_bytes;
-                  Kernels().backward_rows[type](call, y + at, dy + at, row_mask, mask_stride,
-                                                dx + at, rows, shape.n);
-                });
+  OverShortRows(job, 3, [&](int64_t, int64_t rows, int64_t at, const uint8_t* mask, int64_t step) {
+    kernels.backward_rows(call, y + at, dy + at, mask, step, dx + at, rows, job.shape.n);
+  });
 }
 
-// Calls body(row, mask, offset of its first byte) for each row.
-template <typename Body>
-void OverDropoutRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int64_t row_bytes,
-                     int arrays, Executor& executor, const Body& body) {
-  OverShortRows(shape, mask, arrays * row_bytes, executor,
-                [&](int64_t row, int64_t rows, const uint8_t* row_mask, int64_t stride) {
-                  for (int64_t r = 0; r < rows; ++r) {
-                    const uint8_t* own = row_mask == nullptr ? nullptr : row_mask + r * stride;
-                    body(row + r, own, (row + r) * row_bytes);
+// The forward, or with dy the backward. The rows of a run go through a buffer one by one.
+void RowsWithDropout(Job job, const SoftmaxArguments& args) {
+  static_assert(kSoftmaxDropoutRow <= kSoftmaxPiece && kSoftmaxDropoutRow <= kDropoutPiece);
+  const char *x = static_cast<const char*>(args.x), *dy = static_cast<const char*>(args.dy);
+  char* const out = static_cast<char*>(args.out);
+  const DropoutKernel dropper = DropperOf(args.dtype);
+  const int64_t n = job.shape.n;
+  job.call.stream = false;
+  OverShortRows(job, dy == nullptr ? 2 : 3,
+                [&](int64_t row, int64_t rows, int64_t at, const uint8_t* mask, int64_t step) {
+                  char p[kSoftmaxDropoutRow * sizeof(double)], dp[sizeof(p)];
+                  for (int64_t end = row + rows; row < end; ++row, at += n * job.itemsize) {
+                    const auto drop = [&](const char* from, char* to) {
+                      DropoutPiece piece = {};
+                      piece.seed = args.dropout.seeds.At(row);
+                      piece.n = n;
+                      piece.x = from;
+                      piece.y = to;
+                      dropper(piece, args.dropout.largest, args.dropout.scale);
+                    };
+                    job.kernels.rows(job.call, x + at, mask, 0, p, 1, n);
+                    if (mask != nullptr) mask += step;
+                    if (dy == nullptr) {
+                      drop(p, out + at);
+                    } else {
+                      drop(dy + at, dp);
+                      job.kernels.backward_rows(job.call, p, dp, nullptr, 0, out + at, 1, n);
+                    }
                   }
                 });
 }
-
-// Drops elements of a row that has this seed.
-void Drop(int type, const RowDropout& dropout, const PhiloxWords& seed, const char* x, char* y,
-          int64_t n) {
-  Droppers().piece[type]({.seed = seed,
-                          .block = 0,
-                          .n = n,
-                          .x = x,
-                          .bias = nullptr,
-                          .wide_bias = false,
-                          .residual = nullptr,
-                          .y = y},
-                         dropout.largest, dropout.scale);
-}
-
-static_assert(kSoftmaxDropoutRow <= kSoftmaxPiece && kSoftmaxDropoutRow <= kDropoutPiece);
-using RowBuffer = char[kSoftmaxDropoutRow * sizeof(double)];
 
 // ---- Columns ------------------------------------------------------------------------------------
 
@@ -235,33 +251,31 @@ constexpr int64_t kFoldedColumns = 512;
 // The rows per chunk for the sums of the gradient, whose rounding error grows with this number.
 constexpr int64_t kSumRows = 128;
 
-// How [n, inner] is divided: into `rows` folded rows of `fold` * inner elements, and a last one of
-// `rest` elements, if not 0. The folded rows are divided into tiles of `columns` columns and chunks
-// of `chunk_rows` rows.
+// How [n, inner] is divided: into `rows` folded rows of `width` = `fold` * inner elements, and a
+// last one of `rest` elements, if not 0. The folded rows are divided into tiles of `columns`
+// columns and chunks of `chunk_rows` rows.
 struct Cut {
-  int64_t n, inner;
-  int64_t fold, rows, rest;
+  int64_t fold, width, rows, rest;
   int64_t columns, tiles;
-  int64_t chunk_rows, chunks;
+  int64_t chunk_rows = 0, chunks = 1;
 
   // `buffer_bytes` is the size of an element in a buffer, or 0 without a buffer, and `bytes` its
   // size in the arrays.
-  Cut(const SoftmaxShape& shape, int64_t buffer_bytes, int64_t bytes)
-      : n(shape.n), inner(shape.inner) {
+  Cut(const SoftmaxShape& shape, int64_t buffer_bytes, int64_t bytes) {
+    const int64_t n = shape.n, inner = shape.inner;
     fold = inner >= kMinColumns
                ? 1
                : std::min<int64_t>(n, std::max<int64_t>(1, kFoldedColumns / inner));
+    width = fold * inner;
     rows = n / fold;
     rest = n % fold * inner;
-    columns = fold * inner;
+    columns = width;
     if (fold == 1) {
       int64_t fits = buffer_bytes == 0 ? 0 : Multiple(kBufferBytes / buffer_bytes / n);
       if (fits == 0) fits = std::max<int64_t>(kMinColumns, Multiple(kTileBytes / bytes / n));
       columns = std::min<int64_t>(inner, std::min<int64_t>(kMaxColumns, fits));
     }
-    tiles = CeilDiv(fold * inner, columns);
-    chunk_rows = 0;
-    chunks = 1;
+    tiles = CeilDiv(width, columns);
   }
 
   static int64_t Multiple(int64_t fits) { return fits / kMinColumns * kMinColumns; }
@@ -271,34 +285,6 @@ struct Cut {
     chunks = CeilDiv(rows, chunk_rows);
   }
 };
-
-// The location of some rows of a tile.
-struct Place {
-  int64_t outer, column;  // column: the first one of the tile
-  int64_t row, rows;      // folded rows
-  int64_t columns;
-  int64_t element;  // index of the first element
-};
-
-// Calls body(place) for the rows of a chunk. The last chunk also has the rest.
-template <typename Body>
-void OverParts(const Cut& cut, int64_t outer, int64_t tile, int64_t chunk, const Body& body) {
-  Place place;
-  place.outer = outer;
-  place.column = tile * cut.columns;
-  place.row = chunk * cut.chunk_rows;
-  place.rows = std::min<int64_t>(cut.chunk_rows, cut.rows - place.row);
-  place.columns = std::min<int64_t>(cut.columns, cut.fold * cut.inner - place.column);
-  place.element = (outer * cut.n + place.row * cut.fold) * cut.inner + place.column;
-  body(place);
-  if (chunk == cut.chunks - 1 && cut.rest > 0) {
-    place.row += place.rows;
-    place.element += place.rows * cut.fold * cut.inner;
-    place.rows = 1;
-    place.columns = cut.rest;
-    body(place);
-  }
-}
 
 // The buffers that a thread reuses for each of its tiles.
 template <typename Scalar>
@@ -311,132 +297,113 @@ struct Workspace {
       : buffer(buffer_size), maxima(width), shift(width), factor(width), bytes(byte_size) {}
 };
 
-// Whether the mask of a tile has the layout of x.
-bool InPlace(const SoftmaxMask& mask, const Cut& cut) {
-  return mask.data == nullptr || (mask.inner.rank == 1 && mask.inner.stride[0] == 1 &&
-                                  (cut.fold == 1 || mask.stride == cut.inner));
-}
-
-// Sets the mask of a tile's rows. Gathers it into `bytes` if it is not in place.
-template <typename Scalar>
-void SetMask(const SoftmaxMask& mask, const Cut& cut, const Place& place,
-             Workspace<Scalar>& workspace, uint8_t* bytes, SoftmaxTile* tile) {
-  tile->mask = nullptr;
-  tile->mask_stride = 0;
-  if (mask.data == nullptr) return;
-  const int64_t row_stride = cut.fold * mask.stride;
-  const uint8_t* first = mask.data + mask.outer.Offset(place.outer) + place.row * row_stride;
-  if (InPlace(mask, cut)) {
-    tile->mask = first + place.column;
-    tile->mask_stride = row_stride;
-    return;
-  }
-  const size_t columns = static_cast<size_t>(place.columns);
-  std::vector<int64_t>& offsets = workspace.offsets;
-  const bool uniform = mask.inner.rank == 0 && cut.fold == 1;
-  if (!uniform) {
-    offsets.resize(columns);
-    for (int64_t i = 0; i < place.columns; ++i) {
-      const int64_t at = place.column + i;
-      offsets[static_cast<size_t>(i)] =
-          at / cut.inner * mask.stride + mask.inner.Offset(at % cut.inner);
-    }
-  }
-  tile->mask = bytes;
-  tile->mask_stride = row_stride == 0 ? 0 : place.columns;
-  const int64_t rows = row_stride == 0 ? 1 : place.rows;
-  for (int64_t r = 0; r < rows; ++r) {
-    const uint8_t* row = first + r * row_stride;
-    if (uniform) {
-      std::memset(bytes, *row, columns);
-    } else {
-      for (size_t i = 0; i < columns; ++i) bytes[i] = row[offsets[i]];
-    }
-    bytes += columns;
-  }
-}
-
-// Calls body(outer, tile, executor, state) for each tile, a group of chunks. Threads share the
-// tiles, or the chunks of one tile if there are fewer tiles than threads.
-template <typename State, typename Body>
-void OverGroups(const SoftmaxShape& shape, const Cut& cut, int64_t itemsize, Executor& executor,
-                const State& make, const Body& body) {
-  const int64_t groups = shape.outer * cut.tiles;
-  const double bytes =
-      static_cast<double>(shape.n * cut.inner * itemsize) / static_cast<double>(cut.tiles);
-  if (cut.chunks > 1 && groups < executor.threads() && bytes >= 2.0 * kParallelBytes) {
-    for (int64_t group = 0; group < groups; ++group) {
-      auto state = make();
-      body(group / cut.tiles, group % cut.tiles, executor, state);
-    }
-    return;
-  }
-  ParallelFor(executor, groups, 1, bytes, [&](int64_t begin, int64_t end) {
-    InlineExecutor here;
-    auto state = make();
-    for (int64_t group = begin; group < end; ++group) {
-      body(group / cut.tiles, group % cut.tiles, here, state);
-    }
-  });
-}
-
 // A softmax along an axis that is not the last one, or its gradient.
 template <typename Scalar>
-struct Columns {
-  const SoftmaxShape& shape;
-  const SoftmaxMask& mask;
-  const SoftmaxCall& call;
-  int type;
-  int64_t itemsize;
+struct Columns : Job {
   Cut cut;
   int64_t width;  // of the rows of buffers
 
   static constexpr Scalar kInfinity = std::numeric_limits<Scalar>::infinity();
 
-  Columns(const SoftmaxShape& s, const SoftmaxMask& m, const SoftmaxCall& c, int dtype,
-          int64_t size, const Cut& how)
-      : shape(s),
-        mask(m),
-        call(c),
-        type(dtype),
-        itemsize(size),
-        cut(how),
-        width(RoundUp(cut.columns, Kernels().block[type])) {}
+  Columns(const Job& job, const Cut& how)
+      : Job(job), cut(how), width(RoundUp(cut.columns, kernels.block)) {}
+
+  // Whether the mask of a tile has the layout of x.
+  bool MaskIsInPlace() const {
+    return mask.data == nullptr || (mask.inner.rank == 1 && mask.inner.stride[0] == 1 &&
+                                    (cut.fold == 1 || mask.stride == shape.inner));
+  }
 
   // A thread's memory, with or without a buffer for the rows of a chunk.
   Workspace<Scalar> MakeWorkspace(bool buffer) const {
     const int64_t size = (cut.chunk_rows + 1) * width;
-    return Workspace<Scalar>(buffer ? size : 0, buffer ? width : 0, InPlace(mask, cut) ? 0 : size);
+    return Workspace<Scalar>(buffer ? size : 0, buffer ? width : 0, MaskIsInPlace() ? 0 : size);
   }
 
   int64_t ColumnsOf(int64_t tile) const {
-    return std::min<int64_t>(cut.columns, cut.fold * cut.inner - tile * cut.columns);
+    return std::min<int64_t>(cut.columns, cut.width - tile * cut.columns);
   }
 
-  // Calls body(part, at, row) for the rows of a chunk: the tile with its mask, unless `masked` is
-  // false; the offset of its first byte in the arrays; and its first row in the buffer, where the
-  // rest follows the other rows.
+  // Sets the mask of a tile's rows, which begin with folded row `row` and with column `column`.
+  // Gathers it into the bytes of the workspace, from `place` on, if it is not in place.
+  void SetMask(int64_t outer, int64_t column, int64_t row, Workspace<Scalar>& workspace,
+               int64_t place, SoftmaxTile* tile) const {
+    if (mask.data == nullptr) return;
+    const int64_t row_stride = cut.fold * mask.stride;
+    const uint8_t* first = mask.data + mask.outer.Offset(outer) + row * row_stride;
+    if (MaskIsInPlace()) {
+      tile->mask = first + column;
+      tile->mask_stride = row_stride;
+      return;
+    }
+    std::vector<int64_t>& offsets = workspace.offsets;
+    uint8_t* bytes = workspace.bytes.begin() + place;
+    const size_t columns = static_cast<size_t>(tile->columns);
+    const bool uniform = mask.inner.rank == 0 && cut.fold == 1;
+    if (!uniform) {
+      offsets.resize(columns);
+      for (size_t i = 0; i < columns; ++i) {
+        const int64_t at = column + static_cast<int64_t>(i);
+        offsets[i] = at / shape.inner * mask.stride + mask.inner.Offset(at % shape.inner);
+      }
+    }
+    tile->mask = bytes;
+    tile->mask_stride = row_stride == 0 ? 0 : tile->columns;
+    const int64_t rows = row_stride == 0 ? 1 : tile->rows;
+    for (int64_t r = 0; r < rows; ++r, bytes += columns, first += row_stride) {
+      if (uniform) {
+        std::memset(bytes, *first, columns);
+      } else {
+        for (size_t i = 0; i < columns; ++i) bytes[i] = first[offsets[i]];
+      }
+    }
+  }
+
+  // Calls body(part, at, row) for the rows of a chunk, and for the rest in the last chunk: the tile
+  // with its mask, unless `masked` is false; the offset of its first byte in the arrays; and its
+  // first row in the buffer, where the rest follows the other rows.
   template <typename Body>
   void OverChunk(int64_t outer, int64_t tile, int64_t chunk, Workspace<Scalar>& workspace,
                  bool masked, const Body& body) const {
-    OverParts(cut, outer, tile, chunk, [&](const Place& place) {
-      SoftmaxTile part = {place.rows, place.columns, cut.fold * cut.inner, nullptr, 0, width};
-      const int64_t row = place.row - chunk * cut.chunk_rows;
-      if (masked) {
-        SetMask(mask, cut, place, workspace, workspace.bytes.begin() + row * width, &part);
-      }
-      body(part, place.element * itemsize, row);
-    });
+    const int64_t column = tile * cut.columns, first = chunk * cut.chunk_rows;
+    const auto over = [&](int64_t row, int64_t rows, int64_t columns) {
+      SoftmaxTile part = {rows, columns, cut.width, nullptr, 0, width};
+      if (masked) SetMask(outer, column, row, workspace, (row - first) * width, &part);
+      const int64_t element = outer * shape.n * shape.inner + row * cut.width + column;
+      body(part, element * itemsize, row - first);
+    };
+    const int64_t rows = std::min<int64_t>(cut.chunk_rows, cut.rows - first);
+    over(first, rows, ColumnsOf(tile));
+    if (chunk == cut.chunks - 1 && cut.rest > 0) over(first + rows, 1, cut.rest);
   }
 
   // Calls body(chunk, workspace) for the chunks of a tile, of which `arrays` arrays are moved.
   template <typename Body>
-  void OverChunks(int arrays, bool buffer, Executor& executor, const Body& body) const {
+  void OverChunks(int arrays, bool buffer, Executor& inner, const Body& body) const {
     const double bytes = static_cast<double>(arrays * cut.chunk_rows * cut.columns * itemsize);
-    ParallelFor(executor, cut.chunks, 1, bytes, [&](int64_t begin, int64_t end) {
+    ParallelFor(inner, cut.chunks, 1, bytes, [&](int64_t begin, int64_t end) {
       Workspace<Scalar> workspace = MakeWorkspace(buffer);
       for (int64_t chunk = begin; chunk < end; ++chunk) body(chunk, workspace);
     });
+  }
+
+  // Calls body(outer, tile, executor, state) for each tile, a group of chunks. Threads share the
+  // tiles, or the chunks of one tile if there are fewer tiles than threads.
+  template <typename State, typename Body>
+  void OverTiles(int arrays, const State& make, const Body& body) const {
+    const int64_t all = shape.outer * cut.tiles;
+    const double bytes = static_cast<double>(shape.n * shape.inner * arrays * itemsize) /
+                         static_cast<double>(cut.tiles);
+    const bool share = cut.chunks > 1 && all < executor.threads() && bytes >= 2.0 * kParallelBytes;
+    InlineExecutor here;
+    const auto run = [&](int64_t begin, int64_t end) {
+      auto state = make();
+      for (int64_t i = begin; i < end; ++i) {
+        body(i / cut.tiles, i % cut.tiles, share ? executor : here, state);
+      }
+    };
+    if (share) return run(0, all);
+    ParallelFor(executor, all, 1, bytes, run);
   }
 
   // ---- Forward ----
@@ -445,11 +412,10 @@ struct Columns {
   void FillChunk(int64_t outer, int64_t tile, int64_t chunk, Workspace<Scalar>& workspace,
                  const char* x, Scalar* maxima) const {
     std::fill_n(maxima, width, -kInfinity);
-    OverChunk(outer, tile, chunk, workspace, true,
-              [&](const SoftmaxTile& part, int64_t at, int64_t row) {
-                Kernels().tile_max[type](call, part, x + at, workspace.buffer.begin() + row * width,
-                                         maxima);
-              });
+    OverChunk(
+        outer, tile, chunk, workspace, true, [&](const SoftmaxTile& part, int64_t at, int64_t row) {
+          kernels.tile_max(call, part, x + at, workspace.buffer.begin() + row * width, maxima);
+        });
   }
 
   void SumChunk(int64_t outer, int64_t tile, int64_t chunk, Workspace<Scalar>& workspace,
@@ -459,8 +425,7 @@ struct Columns {
     std::fill_n(sums, width, Scalar{0});
     OverChunk(outer, tile, chunk, workspace, false,
               [&](const SoftmaxTile& part, int64_t, int64_t row) {
-                Kernels().tile_sum[type](part, workspace.buffer.begin() + row * width, shift, sums,
-                                         store);
+                kernels.tile_sum(part, workspace.buffer.begin() + row * width, shift, sums, store);
               });
   }
 
@@ -482,18 +447,18 @@ struct Columns {
       for (int64_t f = 0; f < cut.fold; ++f) sum += static_cast<double>(factor[f * own + j]);
       for (int64_t f = 0; f < cut.fold; ++f) factor[f * own + j] = static_cast<Scalar>(sum);
     }
-    const bool proper = Kernels().tile_factors[type](call, ColumnsOf(tile), maxima, factor);
+    const bool proper = kernels.tile_factors(call, ColumnsOf(tile), maxima, factor);
     // Masked elements are already 0 or -inf, except in columns that are NaN.
     OverChunk(outer, tile, 0, workspace, !proper,
               [&](const SoftmaxTile& part, int64_t at, int64_t row) {
-                Kernels().tile_finish[type](call, part, workspace.buffer.begin() + row * width,
-                                            workspace.shift.begin(), factor, y + at);
+                kernels.tile_finish(call, part, workspace.buffer.begin() + row * width,
+                                    workspace.shift.begin(), factor, y + at);
               });
   }
 
-  void ManyChunks(int64_t outer, int64_t tile, Executor& executor, Scalar* stats, const char* x,
+  void ManyChunks(int64_t outer, int64_t tile, Executor& inner, Scalar* stats, const char* x,
                   char* y) const {
-    OverChunks(1, true, executor, [&](int64_t chunk, Workspace<Scalar>& workspace) {
+    OverChunks(1, true, inner, [&](int64_t chunk, Workspace<Scalar>& workspace) {
       Scalar* const maxima = stats + 2 * width * chunk;
       FillChunk(outer, tile, chunk, workspace, x, maxima);
       SumChunk(outer, tile, chunk, workspace, maxima, maxima + width, false);
@@ -501,7 +466,7 @@ struct Columns {
     Scalar* const shift = stats + 2 * width * cut.chunks;
     Scalar* const factor = shift + width;
     const int64_t columns = ColumnsOf(tile);
-    auto* combine = Kernels().tile_combine[type];
+    auto* combine = kernels.tile_combine;
     combine(stats, stats + width, cut.chunks, 2 * width, columns, shift, factor);
     if (cut.fold > 1) {
       const int64_t own = columns / cut.fold;
@@ -511,45 +476,43 @@ struct Columns {
         factor[i] = factor[i - own];
       }
     }
-    Kernels().tile_factors[type](call, columns, shift, factor);
-    OverChunks(2, false, executor, [&](int64_t chunk, Workspace<Scalar>& workspace) {
+    kernels.tile_factors(call, columns, shift, factor);
+    OverChunks(2, false, inner, [&](int64_t chunk, Workspace<Scalar>& workspace) {
       OverChunk(outer, tile, chunk, workspace, true,
                 [&](const SoftmaxTile& part, int64_t at, int64_t) {
-                  Kernels().tile_redo[type](call, part, x + at, shift, factor, y + at);
+                  kernels.tile_redo(call, part, x + at, shift, factor, y + at);
                 });
     });
   }
 
-  void Forward(const char* x, char* y, Executor& executor) {
+  void Forward(const char* x, char* y) {
     const int64_t row_bytes = width * static_cast<int64_t>(sizeof(Scalar));
     const int64_t buffer_rows = cut.rows + (cut.rest > 0 ? 1 : 0);
     cut.Chunks(buffer_rows * row_bytes <= kBufferBytes ? cut.rows : kChunkBytes / row_bytes);
     if (cut.chunks == 1) {
-      OverGroups(
-          shape, cut, 2 * itemsize, executor, [&] { return MakeWorkspace(true); },
+      return OverTiles(
+          2, [&] { return MakeWorkspace(true); },
           [&](int64_t outer, int64_t tile, Executor&, Workspace<Scalar>& workspace) {
             OneChunk(outer, tile, workspace, x, y);
           });
-      return;
     }
     // The maxima and the sums of every chunk, then those of the tile.
     const auto make = [&] { return Buffer<Scalar>(2 * width * (cut.chunks + 1)); };
-    OverGroups(shape, cut, 2 * itemsize, executor, make,
-               [&](int64_t outer, int64_t tile, Executor& inner, Buffer<Scalar>& stats) {
-                 ManyChunks(outer, tile, inner, stats.begin(), x, y);
-               });
+    OverTiles(2, make, [&](int64_t outer, int64_t tile, Executor& inner, Buffer<Scalar>& stats) {
+      ManyChunks(outer, tile, inner, stats.begin(), x, y);
+    });
   }
 
   // ---- Backward ----
 
-  void BackwardTile(int64_t outer, int64_t tile, Executor& executor, Scalar* stats, const char* y,
+  void BackwardTile(int64_t outer, int64_t tile, Executor& inner, Scalar* stats, const char* y,
                     const char* dy, char* dx) const {
-    OverChunks(2, false, executor, [&](int64_t chunk, Workspace<Scalar>& workspace) {
+    OverChunks(2, false, inner, [&](int64_t chunk, Workspace<Scalar>& workspace) {
       Scalar* const sums = stats + width * chunk;
       std::fill_n(sums, width, Scalar{0});
       OverChunk(outer, tile, chunk, workspace, true,
                 [&](const SoftmaxTile& part, int64_t at, int64_t) {
-                  Kernels().tile_backward_sum[type](call, part, y + at, dy + at, sums);
+                  kernels.tile_backward_sum(call, part, y + at, dy + at, sums);
                 });
     });
     Scalar* const all = stats + width * cut.chunks;
@@ -563,83 +526,51 @@ struct Columns {
       }
       for (int64_t i = j; i < columns; i += own) all[i] = static_cast<Scalar>(sum);
     }
-    OverChunks(3, false, executor, [&](int64_t chunk, Workspace<Scalar>& workspace) {
+    OverChunks(3, false, inner, [&](int64_t chunk, Workspace<Scalar>& workspace) {
       OverChunk(outer, tile, chunk, workspace, true,
                 [&](const SoftmaxTile& part, int64_t at, int64_t) {
-                  Kernels().tile_backward_finish[type](call, part, y + at, dy + at, all, dx + at);
+                  kernels.tile_backward_finish(call, part, y + at, dy + at, all, dx + at);
                 });
     });
   }
 
-  void Backward(const char* y, const char* dy, char* dx, Executor& executor) {
+  void Backward(const char* y, const char* dy, char* dx) {
     cut.Chunks(kSumRows);
     // The sums of every chunk, then those of the columns.
     const auto make = [&] { return Buffer<Scalar>(width * (cut.chunks + 1)); };
-    OverGroups(shape, cut, 3 * itemsize, executor, make,
-               [&](int64_t outer, int64_t tile, Executor& inner, Buffer<Scalar>& stats) {
-                 BackwardTile(outer, tile, inner, stats.begin(), y, dy, dx);
-               });
+    OverTiles(3, make, [&](int64_t outer, int64_t tile, Executor& inner, Buffer<Scalar>& stats) {
+      BackwardTile(outer, tile, inner, stats.begin(), y, dy, dx);
+    });
   }
 };
 
 }  // namespace
 
 void SoftmaxForward(const SoftmaxArguments& args, Executor& executor) {
-  const SoftmaxShape& shape = args.shape;
-  if (shape.rows() == 0 || shape.n == 0) return;
+  if (args.shape.rows() == 0 || args.shape.n == 0) return;
   const char* x = static_cast<const char*>(args.x);
   char* y = static_cast<char*>(args.out);
-  const int type = static_cast<int>(args.dtype);
-  const int64_t itemsize = ItemSize(args.dtype);
-  const RowDropout& dropout = args.dropout;
-  const bool stream = !dropout.drops() && ShouldStream(shape.rows() * shape.n * itemsize);
-  const SoftmaxCall call = {args.scale, args.log, args.mask.data != nullptr, stream};
-  if (dropout.drops()) {
-    OverDropoutRows(shape, args.mask, shape.n * itemsize, 2, executor,
-                    [&](int64_t row, const uint8_t* row_mask, int64_t at) {
-                      RowBuffer p;
-                      Kernels().rows[type](call, x + at, row_mask, 0, p, 1, shape.n);
-                      Drop(type, dropout, dropout.seeds.At(row), p, y + at, shape.n);
-                    });
-    return;
-  }
-  if (shape.inner == 1) return ForwardRows(shape, args.mask, type, itemsize, call, x, y, executor);
+  const Job job(args, args.mask, args.mask.data != nullptr, executor);
+  if (args.dropout.drops()) return RowsWithDropout(job, args);
+  if (args.shape.inner == 1) return ForwardRows(job, x, y);
   WithAccumulator(args.dtype, [&]<typename Scalar>() {
-    const Cut cut(shape, sizeof(Scalar), itemsize);
-    Columns<Scalar>(shape, args.mask, call, type, itemsize, cut).Forward(x, y, executor);
+    Columns<Scalar>(job, Cut(args.shape, sizeof(Scalar), job.itemsize)).Forward(x, y);
   });
 }
 
 void SoftmaxBackward(const SoftmaxArguments& args, Executor& executor) {
-  const SoftmaxShape& shape = args.shape;
-  if (shape.rows() == 0 || shape.n == 0) return;
-  const char* x = static_cast<const char*>(args.x);
-  const char* y = static_cast<const char*>(args.y);
-  const char* dy = static_cast<const char*>(args.dy);
+  if (args.shape.rows() == 0 || args.shape.n == 0) return;
+  const char *y = static_cast<const char*>(args.y), *dy = static_cast<const char*>(args.dy);
   char* dx = static_cast<char*>(args.out);
-  const int type = static_cast<int>(args.dtype);
-  const int64_t itemsize = ItemSize(args.dtype);
-  const RowDropout& dropout = args.dropout;
-  if (dropout.drops()) {
-    const SoftmaxCall call = {args.scale, false, args.masked, false};
-    OverDropoutRows(shape, args.mask, shape.n * itemsize, 3, executor,
-                    [&](int64_t row, const uint8_t* row_mask, int64_t at) {
-                      RowBuffer p, dp;
-                      Kernels().rows[type](call, x + at, row_mask, 0, p, 1, shape.n);
-                      Drop(type, dropout, dropout.seeds.At(row), dy + at, dp, shape.n);
-                      Kernels().backward_rows[type](call, p, dp, nullptr, 0, dx + at, 1, shape.n);
-                    });
-    return;
+  if (args.dropout.drops()) {
+    return RowsWithDropout(Job(args, args.mask, args.masked, executor), args);
   }
   // In the backward of softmax, y is 0 where elements are masked. Log-softmax needs the mask.
-  const SoftmaxMask used = args.log ? args.mask : SoftmaxMask();
-  const SoftmaxCall call = {args.scale, args.log,
-                            args.log ? args.mask.data != nullptr : args.masked,
-                            ShouldStream(shape.rows() * shape.n * itemsize)};
-  if (shape.inner == 1) return BackwardRows(shape, used, type, itemsize, call, y, dy, dx, executor);
+  const Job job(args, args.log ? args.mask : SoftmaxMask(),
+                args.log ? args.mask.data != nullptr : args.masked, executor);
+  if (args.shape.inner == 1) return BackwardRows(job, y, dy, dx);
   WithAccumulator(args.dtype, [&]<typename Scalar>() {
-    const Cut cut(shape, 0, 2 * itemsize);
-    Columns<Scalar>(shape, used, call, type, itemsize, cut).Backward(y, dy, dx, executor);
+    Columns<Scalar>(job, Cut(args.shape, 0, 2 * job.itemsize)).Backward(y, dy, dx);
   });
 }
 

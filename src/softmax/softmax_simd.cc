@@ -97,6 +97,14 @@ struct Softmax {
     return 1 / sum;
   }
 
+  // An element of y. With kExp or kLog, v is scale * x, otherwise its exponential.
+  template <bool kLog, bool kExp>
+  static FASTOPS_INLINE Pair<A> Result(Pair<A> v, Pair<A> shift, Pair<A> factor) {
+    if constexpr (kLog) return Sub(Sub(v, shift), factor);
+    if constexpr (kExp) v = Exp(Sub(v, shift));
+    return Mul(v, factor);
+  }
+
   // Short rows are processed in groups, one step at a time for the whole group. A step ends with a
   // horizontal reduction over the lanes of a vector, which takes longer than the rest of a short
   // row. In a group, the reductions of different rows overlap.
@@ -185,12 +193,7 @@ struct Softmax {
         const Pair<A> shifts = SetPair<A>(maximum[k]);
         const Pair<A> factors = SetPair<A>(Factor<kLog>(sum[k]));
         OverRow<E, kStream>(to, n, [&](auto extent, int64_t i, int64_t part) FASTOPS_LAMBDA {
-          Pair<A> v = LoadPair<A>(from + i);
-          if constexpr (kLog) {
-            v = Sub(Sub(v, shifts), factors);
-          } else {
-            v = Mul(v, factors);
-          }
+          const Pair<A> v = Result<kLog, false>(LoadPair<A>(from + i), shifts, factors);
           StoreElements<E, kStream>(extent, to + i * E::kBytes, E::Narrow(v), part);
         });
       }
@@ -233,12 +236,8 @@ struct Softmax {
     const Pair<A> shifts = SetPair<A>(static_cast<Scalar>(maximum));
     const Pair<A> factors = SetPair<A>(static_cast<Scalar>(kLog ? __builtin_log(sum) : 1 / sum));
     OverRow<E, kStream>(y, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-      Pair<A> v = Sub(Scaled<kMask>(extent, x, mask, i, count, scales), shifts);
-      if constexpr (kLog) {
-        v = Sub(v, factors);
-      } else {
-        v = Mul(Exp(v), factors);
-      }
+      const Pair<A> z = Scaled<kMask>(extent, x, mask, i, count, scales);
+      const Pair<A> v = Result<kLog, true>(z, shifts, factors);
       StoreElements<E, kStream>(extent, y + i * E::kBytes, E::Narrow(v), count);
     });
     if constexpr (kStream) StreamFence();
@@ -392,15 +391,6 @@ struct Softmax {
   // Prefetches a later row. The rows of a tile are too far apart for the hardware to do it.
   // Prefetching after the last row does no harm.
   static constexpr int64_t kAhead = 8;
-  template <bool kWrite>
-  static FASTOPS_INLINE void Fetch(const char* row, int64_t stride_bytes, int64_t columns) {
-    const uintptr_t at = reinterpret_cast<uintptr_t>(row) +
-                         static_cast<uintptr_t>(kAhead) * static_cast<uintptr_t>(stride_bytes);
-    const uintptr_t bytes = static_cast<uintptr_t>(columns * E::kBytes);
-    for (uintptr_t i = 0; i < bytes; i += 64) {
-      __builtin_prefetch(reinterpret_cast<const void*>(at + i), kWrite ? 1 : 0);
-    }
-  }
 
   // Calls block(extent, at, i, count) for the blocks of every row of a tile, where i is the first
   // column, and prefetches later rows of the given arrays.
@@ -412,18 +402,18 @@ struct Softmax {
   template <typename F>
   static FASTOPS_INLINE void OverTile(const SoftmaxTile& tile, const char* read,
                                       const char* read_too, const char* written, const F& block) {
-    const int64_t stride = tile.stride * E::kBytes;
+    const int64_t stride = tile.stride * E::kBytes, bytes = tile.columns * E::kBytes;
     for (int64_t r = 0; r < tile.rows; ++r) {
-      if (read != nullptr) Fetch<false>(read + r * stride, stride, tile.columns);
-      if (read_too != nullptr) Fetch<false>(read_too + r * stride, stride, tile.columns);
-      if (written != nullptr) Fetch<true>(written + r * stride, stride, tile.columns);
-      OverBlocks<kBlock>(0, tile.columns,
-                         [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-                           block(extent,
-                                 At{r * stride + i * E::kBytes, r * tile.mask_stride + i,
-                                    r * tile.buffer_stride + i},
-                                 i, count);
-                         });
+      const int64_t first = r * stride, ahead = kAhead * stride;
+      if (read != nullptr) FetchRowAhead(read + first, ahead, bytes);
+      if (read_too != nullptr) FetchRowAhead(read_too + first, ahead, bytes);
+      if (written != nullptr) FetchRowAhead<true>(written + first, ahead, bytes);
+      OverBlocks<kBlock>(
+          0, tile.columns, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+            block(extent,
+                  At{first + i * E::kBytes, r * tile.mask_stride + i, r * tile.buffer_stride + i},
+                  i, count);
+          });
     }
   }
 
@@ -525,9 +515,8 @@ struct Softmax {
 
   // Reads from the buffer, or, with kRedo, from x.
   template <bool kRedo>
-  static FASTOPS_INLINE void FinishTile(const SoftmaxCall& call, const SoftmaxTile& tile,
-                                        const void* from, const void* shift_data,
-                                        const void* factor_data, char* y) {
+  static void TileFinish(const SoftmaxCall& call, const SoftmaxTile& tile, const void* from,
+                         const void* shift_data, const void* factor_data, char* y) {
     const Scalar* shift = static_cast<const Scalar*>(shift_data);
     const Scalar* factor = static_cast<const Scalar*>(factor_data);
     const Scalar* buffer = static_cast<const Scalar*>(from);
@@ -544,13 +533,7 @@ struct Softmax {
                      } else {
                        v = LoadPair<A>(buffer + at.buffer);
                      }
-                     if constexpr (kLog || kRedo) v = Sub(v, LoadPair<A>(shift + i));
-                     if constexpr (kLog) {
-                       v = Sub(v, LoadPair<A>(factor + i));
-                     } else {
-                       if constexpr (kRedo) v = Exp(v);
-                       v = Mul(v, LoadPair<A>(factor + i));
-                     }
+                     v = Result<kLog, kRedo>(v, LoadPair<A>(shift + i), LoadPair<A>(factor + i));
                      if constexpr (kMask) {
                        v = Select(LoadMask<A>(extent, tile.mask + at.mask, count), v, left_out);
                      }
@@ -558,16 +541,6 @@ struct Softmax {
                    });
         },
         tile.mask != nullptr, call.log);
-  }
-
-  static void TileFinish(const SoftmaxCall& call, const SoftmaxTile& tile, const void* buffer,
-                         const void* shift, const void* factor, char* y) {
-    FinishTile<false>(call, tile, buffer, shift, factor, y);
-  }
-
-  static void TileRedo(const SoftmaxCall& call, const SoftmaxTile& tile, const void* x,
-                       const void* shift, const void* factor, char* y) {
-    FinishTile<true>(call, tile, x, shift, factor, y);
   }
 
   static void TileBackwardSum(const SoftmaxCall& call, const SoftmaxTile& tile, const char* y,
@@ -607,24 +580,16 @@ struct Softmax {
         },
         call.log, call.masked);
   }
+
+  static constexpr SoftmaxKernels kKernels = {
+      {Rows, BackwardRows, Stats, Finish, BackwardSum, BackwardFinish},
+      {TileMax, TileSum, TileCombine, TileFactors, TileFinish<false>, TileFinish<true>,
+       TileBackwardSum, TileBackwardFinish},
+      kBlock};
 };
 
 }  // namespace
 
-const SoftmaxKernels softmax_kernels = {FASTOPS_EACH_DTYPE(Softmax, Rows),
-                                        FASTOPS_EACH_DTYPE(Softmax, BackwardRows),
-                                        FASTOPS_EACH_DTYPE(Softmax, Stats),
-                                        FASTOPS_EACH_DTYPE(Softmax, Finish),
-                                        FASTOPS_EACH_DTYPE(Softmax, BackwardSum),
-                                        FASTOPS_EACH_DTYPE(Softmax, BackwardFinish),
-                                        FASTOPS_EACH_DTYPE(Softmax, TileMax),
-                                        FASTOPS_EACH_DTYPE(Softmax, TileSum),
-                                        FASTOPS_EACH_DTYPE(Softmax, TileCombine),
-                                        FASTOPS_EACH_DTYPE(Softmax, TileFactors),
-                                        FASTOPS_EACH_DTYPE(Softmax, TileFinish),
-                                        FASTOPS_EACH_DTYPE(Softmax, TileRedo),
-                                        FASTOPS_EACH_DTYPE(Softmax, TileBackwardSum),
-                                        FASTOPS_EACH_DTYPE(Softmax, TileBackwardFinish),
-                                        FASTOPS_EACH_DTYPE(Softmax, kBlock)};
+const SoftmaxKernels softmax_kernels[] = FASTOPS_EACH_DTYPE(Softmax, kKernels);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -38,79 +38,61 @@ struct SoftmaxTile {
 // column are over the elements that are not masked: the maximum of scale * x, and the sum of
 // exp(scale * x - maximum). If no element is greater than -inf, the maximum is -inf, and the sum is
 // 0, or NaN if there is a NaN.
-struct SoftmaxKernels {
-  // ---- Rows: contiguous elements ----
-
+struct SoftmaxRowKernels {
   // y = softmax(scale * x) for `rows` contiguous rows of n <= kSoftmaxPiece elements. The rows of
   // the mask are `mask_stride` apart.
-  using Rows = void(const SoftmaxCall& call, const char* x, const uint8_t* mask,
-                    int64_t mask_stride, char* y, int64_t rows, int64_t n);
+  void (*rows)(const SoftmaxCall& call, const char* x, const uint8_t* mask, int64_t mask_stride,
+               char* y, int64_t rows, int64_t n);
   // dx for `rows` contiguous rows of n <= kSoftmaxPiece elements.
-  using BackwardRows = void(const SoftmaxCall& call, const char* y, const char* dy,
-                            const uint8_t* mask, int64_t mask_stride, char* dx, int64_t rows,
-                            int64_t n);
+  void (*backward_rows)(const SoftmaxCall& call, const char* y, const char* dy, const uint8_t* mask,
+                        int64_t mask_stride, char* dx, int64_t rows, int64_t n);
   // The statistics of a piece of a row, n <= kSoftmaxPiece.
-  using Stats = void(const SoftmaxCall& call, const char* x, const uint8_t* mask, int64_t n,
-                     double* maximum, double* sum);
+  void (*stats)(const SoftmaxCall& call, const char* x, const uint8_t* mask, int64_t n,
+                double* maximum, double* sum);
   // y for any n elements of a row, given the maximum and sum of the row.
-  using Finish = void(const SoftmaxCall& call, const char* x, const uint8_t* mask, char* y,
-                      int64_t n, double maximum, double sum);
+  void (*finish)(const SoftmaxCall& call, const char* x, const uint8_t* mask, char* y, int64_t n,
+                 double maximum, double sum);
   // The sum that the gradient needs, over n elements, and the gradient, given the sum of the whole
   // row.
-  using BackwardSum = double(const SoftmaxCall& call, const char* y, const char* dy,
-                             const uint8_t* mask, int64_t n);
-  using BackwardFinish = void(const SoftmaxCall& call, const char* y, const char* dy,
-                              const uint8_t* mask, char* dx, int64_t n, double sum);
+  double (*backward_sum)(const SoftmaxCall& call, const char* y, const char* dy,
+                         const uint8_t* mask, int64_t n);
+  void (*backward_finish)(const SoftmaxCall& call, const char* y, const char* dy,
+                          const uint8_t* mask, char* dx, int64_t n, double sum);
+};
 
-  // ---- Columns ----
-
+struct SoftmaxTileKernels {
   // buffer = scale * x, with -inf for masked elements. maxima[j] becomes the maximum of itself and
   // column j. Both are whole blocks wide, padded with -inf after the last column.
-  using TileMax = void(const SoftmaxCall& call, const SoftmaxTile& tile, const char* x,
-                       void* buffer, void* maxima);
+  void (*tile_max)(const SoftmaxCall& call, const SoftmaxTile& tile, const char* x, void* buffer,
+                   void* maxima);
   // sums[j] += sum of exp(buffer - shift). If `store`, the exponentials replace the buffer. `shift`
   // is the maxima, with 0 in place of -inf.
-  using TileSum = void(const SoftmaxTile& tile, void* buffer, const void* shift, void* sums,
-                       bool store);
+  void (*tile_sum)(const SoftmaxTile& tile, void* buffer, const void* shift, void* sums,
+                   bool store);
   // Combines the statistics of columns from `parts` parts, which are `stride` apart. The results
   // may overwrite the first part.
-  using TileCombine = void(const void* maxima, const void* sums, int64_t parts, int64_t stride,
-                           int64_t columns, void* maximum, void* sum);
-  // Replaces the sums by the factors for TileFinish: log(sum) or 1 / sum, and NaN for columns
+  void (*tile_combine)(const void* maxima, const void* sums, int64_t parts, int64_t stride,
+                       int64_t columns, void* maximum, void* sum);
+  // Replaces the sums by the factors for tile_finish: log(sum) or 1 / sum, and NaN for columns
   // without a proper sum. Returns whether all columns have a proper sum.
-  using TileFactors = bool(const SoftmaxCall& call, int64_t columns, const void* maxima,
-                           void* sums);
-  // Computes y from a buffer. With `log`, the buffer is that of TileMax, and y = (buffer - shift) -
-  // factor. Otherwise it is that of TileSum, and y = buffer * factor. Applies the mask, if any.
-  using TileFinish = void(const SoftmaxCall& call, const SoftmaxTile& tile, const void* buffer,
-                          const void* shift, const void* factor, char* y);
+  bool (*tile_factors)(const SoftmaxCall& call, int64_t columns, const void* maxima, void* sums);
+  // Computes y from a buffer. With `log`, the buffer is that of tile_max, and y = (buffer - shift)
+  // - factor. Otherwise it is that of tile_sum, and y = buffer * factor. Applies the mask, if any.
+  void (*tile_finish)(const SoftmaxCall& call, const SoftmaxTile& tile, const void* buffer,
+                      const void* shift, const void* factor, char* y);
   // Computes the same from x.
-  using TileRedo = void(const SoftmaxCall& call, const SoftmaxTile& tile, const void* x,
-                        const void* shift, const void* factor, char* y);
+  void (*tile_redo)(const SoftmaxCall& call, const SoftmaxTile& tile, const void* x,
+                    const void* shift, const void* factor, char* y);
   // sums[j] += the terms of column j that the gradient needs.
-  using TileBackwardSum = void(const SoftmaxCall& call, const SoftmaxTile& tile, const char* y,
-                               const char* dy, void* sums);
-  using TileBackwardFinish = void(const SoftmaxCall& call, const SoftmaxTile& tile, const char* y,
-                                  const char* dy, const void* sums, char* dx);
-
-  // By DType.
-  Rows* rows[kNumDTypes];
-  BackwardRows* backward_rows[kNumDTypes];
-  Stats* stats[kNumDTypes];
-  Finish* finish[kNumDTypes];
-  BackwardSum* backward_sum[kNumDTypes];
-  BackwardFinish* backward_finish[kNumDTypes];
-  TileMax* tile_max[kNumDTypes];
-  TileSum* tile_sum[kNumDTypes];
-  TileCombine* tile_combine[kNumDTypes];
-  TileFactors* tile_factors[kNumDTypes];
-  TileFinish* tile_finish[kNumDTypes];
-  TileRedo* tile_redo[kNumDTypes];
-  TileBackwardSum* tile_backward_sum[kNumDTypes];
-  TileBackwardFinish* tile_backward_finish[kNumDTypes];
-  // Elements per block.
-  int block[kNumDTypes];
+  void (*tile_backward_sum)(const SoftmaxCall& call, const SoftmaxTile& tile, const char* y,
+                            const char* dy, void* sums);
+  void (*tile_backward_finish)(const SoftmaxCall& call, const SoftmaxTile& tile, const char* y,
+                               const char* dy, const void* sums, char* dx);
 };
-FASTOPS_DECLARE_KERNELS(SoftmaxKernels, softmax_kernels)
+
+struct SoftmaxKernels : SoftmaxRowKernels, SoftmaxTileKernels {
+  int block;  // elements per block
+};
+FASTOPS_DECLARE_KERNELS(SoftmaxKernels, softmax_kernels[kNumDTypes])
 
 }  // namespace jax_fastops::cpu

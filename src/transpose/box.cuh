@@ -114,25 +114,22 @@ __device__ __forceinline__ void ReadSegments(const BoxPlan& p, const BoxPosition
   constexpr int kTogether = 4;
   const uint32_t total = box.in_count * p.in.chunks.divisor;
   for (uint32_t first = threadIdx.x; first < total; first += kBoxThreads * kTogether) {
+    const auto for_each_chunk = [&](const auto& visit) {
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        uint32_t segment = first + k * kBoxThreads;
+        const bool live = segment < total;
+        const uint32_t within = TakeRemainder(segment, p.in.chunks) * kVector;
+        if (live && within < box.in_length) visit(k, segment, within);
+      }
+    };
     decltype(load(box.x)) v[kTogether];
-#pragma unroll
-    for (int k = 0; k < kTogether; ++k) {
-      uint32_t segment = first + k * kBoxThreads;
-      const bool live = segment < total;
-      const uint32_t within = TakeRemainder(segment, p.in.chunks) * kVector;
-      if (live && within < box.in_length) {
-        v[k] = load(box.x + memory.in_offsets[segment] + within * kElement);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kTogether; ++k) {
-      uint32_t segment = first + k * kBoxThreads;
-      const bool live = segment < total;
-      const uint32_t within = TakeRemainder(segment, p.in.chunks) * kVector;
-      if (live && within < box.in_length) {
-        Store(memory.data + p.Place((segment * p.in.pitch + within) * kElement), Bytes(v[k]));
-      }
-    }
+    for_each_chunk([&](int k, uint32_t segment, uint32_t within) {
+      v[k] = load(box.x + memory.in_offsets[segment] + within * kElement);
+    });
+    for_each_chunk([&](int k, uint32_t segment, uint32_t within) {
+      Store(memory.data + p.Place((segment * p.in.pitch + within) * kElement), Bytes(v[k]));
+    });
   }
 }
 

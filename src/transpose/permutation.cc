@@ -11,13 +11,6 @@ struct Group {
 
 }  // namespace
 
-int Permutation::InputMinor() const {
-  for (int i = 0; i < rank; ++i) {
-    if (in_stride[i] == 1) return i;
-  }
-  return rank - 1;
-}
-
 Permutation Normalize(const TransposeShape& shape) {
   const int rank = static_cast<int>(shape.dims.size());
   std::vector<int64_t> strides(rank);  // of the input, in elements

@@ -35,8 +35,6 @@ struct Permutation {
   bool IsCopy() const { return rank == 0 || (rank == 1 && in_stride[0] == 1); }
   // Whether rows of size[rank - 1] units are contiguous in input and output.
   bool KeepsMinor() const { return rank == 0 || in_stride[rank - 1] == 1; }
-  // The output dimension along which the input is contiguous.
-  int InputMinor() const;
 };
 
 // The array that is permuted: output dimension i is input dimension axes[i].

@@ -15,6 +15,8 @@
 // of the output.
 #include "transpose/transpose.h"
 
+#include <algorithm>
+#include <bit>
 #include <cstring>
 #include <vector>
 
@@ -26,7 +28,7 @@
 namespace jax_fastops::cpu {
 namespace {
 
-FASTOPS_DEFINE_KERNELS(Kernels, transpose_kernels)
+FASTOPS_DEFINE_TABLE(Kernels, transpose_kernels)
 
 // The dimensions of one side of a block. They are adjacent in the input or in the output, and the
 // block takes all of each except the last, of which it takes a part.
@@ -62,8 +64,6 @@ constexpr int64_t kBlock = 16 << 10;
 constexpr int64_t kLongRow = 32 << 10;
 constexpr int64_t kLine = 64;
 
-int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
-
 // Returns the part of a dimension that a block takes, if each index has `inner` units: all of it if
 // it is not much larger than needed. Otherwise at least `wanted` units, or a little more if that
 // fills cache lines better.
@@ -72,7 +72,7 @@ int64_t Take(int64_t size, int64_t inner, int64_t wanted, int64_t line) {
   if (size <= least + least / 2) return size;
   int64_t best = least;
   double best_waste = 2;
-  for (int64_t b = least; b <= size && b < least + Max(least / 2, line); ++b) {
+  for (int64_t b = least; b <= size && b < least + std::max(least / 2, line); ++b) {
     const int64_t units = b * inner;
     const double waste =
         static_cast<double>(CeilDiv(units, line) * line) / static_cast<double>(units);
@@ -127,9 +127,10 @@ void PlanMatrix(Plan* plan) {
   Side& rows = plan->rows;
   Side& columns = plan->columns;
   bool used[kMaxPermutationRank] = {};
-  used[p.rank - 1] = used[p.InputMinor()] = true;
+  const int minor = DimensionOfStride(p, 1);  // of the input
+  used[p.rank - 1] = used[minor] = true;
   Append(&rows, plan, p.rank - 1, wanted);
-  Append(&columns, plan, p.InputMinor(), wanted);
+  Append(&columns, plan, minor, wanted);
   // The shorter side grows first: a dimension that both sides could take goes to the one that needs
   // it.
   for (;;) {
@@ -213,7 +214,7 @@ Plan MakePlan(const TransposeShape& shape) {
   plan.p = Normalize(shape);
   const Permutation& p = plan.p;
   if (p.IsCopy()) return plan;
-  while ((int64_t{1} << plan.unit_log) < p.unit) ++plan.unit_log;
+  plan.unit_log = std::countr_zero(static_cast<uint64_t>(p.unit));
   for (int d = 0; d < p.rank; ++d) plan.block[d] = 1;
   if (p.KeepsMinor()) {
     PlanRows(&plan);
@@ -239,7 +240,7 @@ void RunBlocks(const Plan& plan, const char* x, char* y, int64_t begin, int64_t 
   }
   // The dimensions that are not part of the matrix or the row.
   bool loops[kMaxPermutationRank];
-  for (int d = 0; d < p.rank; ++d) loops[d] = true;
+  std::fill_n(loops, p.rank, true);
   if (keeps_minor) {
     loops[last] = false;
   } else {
@@ -250,8 +251,7 @@ void RunBlocks(const Plan& plan, const char* x, char* y, int64_t begin, int64_t 
     LoopNest nest;
     int64_t in = 0, out = 0;
     const auto size = [&](int d) {
-      const int64_t left = p.size[d] - index[d] * plan.block[d];
-      return left < plan.block[d] ? left : plan.block[d];
+      return std::min(plan.block[d], p.size[d] - index[d] * plan.block[d]);
     };
     for (int d = 0; d < p.rank; ++d) {
       in += index[d] * plan.block[d] * p.in_stride[d];

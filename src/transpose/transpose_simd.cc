@@ -199,7 +199,7 @@ FASTOPS_INLINE void Loop(const LoopNest& nest, int rank, const char* in, char* o
 
 // ---- Tiles --------------------------------------------------------------------------------------
 
-// The location of a matrix, as in TransposeKernels::Matrix.
+// The location of a matrix, as in TransposeKernels::matrix.
 struct Place {
   const char* in;
   const int64_t* row;
@@ -343,7 +343,7 @@ struct Transpose {
     }
   }
 
-  // See TransposeKernels::Dense.
+  // See TransposeKernels::dense.
   static void Dense(const LoopNest& nest, const char* in, const int64_t* row, char* out,
                     int64_t rows, int64_t columns, bool stream) {
     // The buffer holds the next bytes of the output, and begins at the start of a cache line.
@@ -466,17 +466,6 @@ constexpr int64_t kAhead = 8;
 constexpr int64_t kAheadBytes = 512;
 constexpr int64_t kFarRows = 1024;
 
-FASTOPS_INLINE void FetchAhead(char* to, int64_t out_step, const char* from, int64_t in_step,
-                               int64_t n) {
-  const uintptr_t in = reinterpret_cast<uintptr_t>(from) + static_cast<uintptr_t>(kAhead * in_step);
-  const uintptr_t out = reinterpret_cast<uintptr_t>(to) + static_cast<uintptr_t>(kAhead * out_step);
-  for (int64_t i = 0; i < n; i += kLine) {
-    const uintptr_t at = static_cast<uintptr_t>(i);
-    __builtin_prefetch(reinterpret_cast<const void*>(in + at), 0);
-    __builtin_prefetch(reinterpret_cast<const void*>(out + at), 1);
-  }
-}
-
 template <typename Copy>
 FASTOPS_INLINE void LoopRows(const LoopNest& nest, const char* in, char* out, int64_t bytes,
                              const Copy& copy) {
@@ -488,7 +477,8 @@ FASTOPS_INLINE void LoopRows(const LoopNest& nest, const char* in, char* out, in
   if (far && bytes >= kLine && bytes <= kAheadBytes) {
     Loop(nest, last, in, out, [&](const char* i, char* o) {
       for (int64_t k = 0; k < n; ++k) {
-        FetchAhead(o + k * out_step, out_step, i + k * in_step, in_step, bytes);
+        FetchRowAhead(i + k * in_step, kAhead * in_step, bytes);
+        FetchRowAhead<true>(o + k * out_step, kAhead * out_step, bytes);
         copy(o + k * out_step, i + k * in_step);
       }
     });

@@ -24,24 +24,21 @@ struct LoopNest {
   }
 };
 
+// The first two are by log2 of the unit.
 struct TransposeKernels {
   // For each iteration of the nest, and every r < rows and c < columns:
   //   out[column_offset[c] + r * unit] = in[row_offset[r] + c * unit]
   // Offsets are in bytes. `stream` requests stores that bypass the caches. The written parts must
   // then begin and end at whole cache lines.
-  using Matrix = void(const LoopNest& nest, const char* in, const int64_t* row_offset, char* out,
-                      const int64_t* column_offset, int64_t rows, int64_t columns, bool stream);
+  void (*matrix[5])(const LoopNest& nest, const char* in, const int64_t* row_offset, char* out,
+                    const int64_t* column_offset, int64_t rows, int64_t columns, bool stream);
   // Transposes matrices of at most 16 / unit rows, whose columns are adjacent in the output. The
   // matrices of the nest are adjacent too, so all of `out` is written in order. `stream` requests
   // stores that bypass the caches, for the whole cache lines of `out`.
-  using Dense = void(const LoopNest& nest, const char* in, const int64_t* row_offset, char* out,
-                     int64_t rows, int64_t columns, bool stream);
+  void (*dense[5])(const LoopNest& nest, const char* in, const int64_t* row_offset, char* out,
+                   int64_t rows, int64_t columns, bool stream);
   // Copies `bytes` bytes for each iteration of the nest.
-  using Rows = void(const LoopNest& nest, const char* in, char* out, int64_t bytes);
-
-  Matrix* matrix[5];  // by log2 of the unit
-  Dense* dense[5];
-  Rows* rows;
+  void (*rows)(const LoopNest& nest, const char* in, char* out, int64_t bytes);
 };
 FASTOPS_DECLARE_KERNELS(TransposeKernels, transpose_kernels)
 

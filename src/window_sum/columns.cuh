@@ -80,7 +80,7 @@ struct ColumnsRing {
 template <typename T, int kBytes>
 struct ColumnsStrip {
   static constexpr int kSize = kBytes / sizeof(T), kRows = ColumnsRows(kBytes);
-  using Bits = Word<kBytes>;
+  using V = Vec<T, kBytes>;
 
   const Arrays& arrays;
   int64_t begin, sums;  // the first of the strip's sums along the axis, and their number
@@ -113,11 +113,11 @@ struct ColumnsStrip {
   }
 
   // Loads rows, the padding as zeros.
-  __device__ __forceinline__ void Load(int64_t first, Bits (&units)[kRows]) const {
+  __device__ __forceinline__ void Load(int64_t first, V (&units)[kRows]) const {
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
-      units[k] = Bits{};
-      if (Wanted(first + k)) units[k] = *reinterpret_cast<const Bits*>(Row(first + k));
+      units[k] = V{};
+      if (Wanted(first + k)) units[k] = V::Load(Row(first + k));
     }
   }
 
@@ -131,8 +131,8 @@ struct ColumnsStrip {
 };
 
 // Sets `before` and `after` to the sums of the group's rows before and after the thread's.
-template <typename T, typename Bits, int kRows, typename A, int kSize>
-__device__ __forceinline__ void SumGroup(const ColumnsThread& t, const Bits (&units)[kRows],
+template <typename V, int kRows, typename A, int kSize>
+__device__ __forceinline__ void SumGroup(const ColumnsThread& t, const V (&units)[kRows],
                                          A (&before)[kSize], A (&after)[kSize]) {
   if (t.group_slots == 1) {
 #pragma unroll
@@ -141,9 +141,9 @@ __device__ __forceinline__ void SumGroup(const ColumnsThread& t, const Bits (&un
   }
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
-    before[i] = ToCompute(ElementOf<T>(units[0], i));
+    before[i] = ToCompute(units[0][i]);
 #pragma unroll
-    for (int k = 1; k < kRows; ++k) before[i] += ToCompute(ElementOf<T>(units[k], i));
+    for (int k = 1; k < kRows; ++k) before[i] += ToCompute(units[k][i]);
     after[i] = before[i];
   }
   SumOthers(before, after, t.in_group, t.group_slots, t.width);
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kWindowSumThreads, ColumnsBlocks(kBytes, sizeo
     ColumnsKernel(const Arrays a, const WindowSumColumns tiles) {
   using A = ComputeType<T>;
   using Strip = ColumnsStrip<T, kBytes>;
-  using Bits = Word<kBytes>;
+  using V = typename Strip::V;
   constexpr int kSize = Strip::kSize, kRows = Strip::kRows;
   extern __shared__ __align__(16) unsigned char shared[];
 
@@ -183,23 +183,23 @@ __global__ void __launch_bounds__(kWindowSumThreads, ColumnsBlocks(kBytes, sizeo
 
   for (int64_t block = blockIdx.x; block < tiles.blocks; block += gridDim.x) {
     const Strip strip(a, tiles, block, t.column);
-    Bits next[kRows];
+    V next[kRows];
     strip.Load(t.slot * kRows, next);
     int base = 0;  // the ring's row of the step's first row
     for (int64_t first = 0; first < strip.Rows(); first += rows) {
       const int64_t my_first = first + t.slot * kRows;
-      Bits units[kRows];
+      V units[kRows];
 #pragma unroll
       for (int k = 0; k < kRows; ++k) units[k] = next[k];
       if (first + rows < strip.Rows()) strip.Load(my_first + rows, next);
 
       A before[kSize], after[kSize];
-      SumGroup<T>(t, units, before, after);
+      SumGroup(t, units, before, after);
       const int own = ring.Down(base + t.slot * kRows);  // the first of the thread's rows
 #pragma unroll
       for (int k = kRows - 1; k >= 0; --k) {
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) after[i] += ToCompute(ElementOf<T>(units[k], i));
+        for (int i = 0; i < kSize; ++i) after[i] += ToCompute(units[k][i]);
         ring.Store(ring.Down(own + k), after);
       }
       __syncthreads();
@@ -216,16 +216,16 @@ __global__ void __launch_bounds__(kWindowSumThreads, ColumnsBlocks(kBytes, sizeo
       for (int k = 0; k < kRows; ++k) {
         const int64_t i_sum = my_first + k - (window - 1);
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) before[i] += ToCompute(ElementOf<T>(units[k], i));
+        for (int i = 0; i < kSize; ++i) before[i] += ToCompute(units[k][i]);
         if (!strip.active || i_sum < 0 || i_sum >= strip.sums) continue;
         A out[kSize];
         if (whole == 0 && k >= window - 1) {  // within the thread's own rows
 #pragma unroll
           for (int i = 0; i < kSize; ++i) {
-            out[i] = ToCompute(ElementOf<T>(units[k], i));
+            out[i] = ToCompute(units[k][i]);
 #pragma unroll
             for (int j = 1; j <= k; ++j) {
-              if (j < window) out[i] += ToCompute(ElementOf<T>(units[k - j], i));
+              if (j < window) out[i] += ToCompute(units[k - j][i]);
             }
           }
         } else {

@@ -36,7 +36,7 @@ constexpr int ColumnsRows(int bytes) { return bytes == 16 ? 4 : 8; }
 // Blocks for which an SM has registers: a unit of 8 elements takes 8 accumulators.
 constexpr int ColumnsBlocks(int bytes, int itemsize) { return bytes / itemsize > 4 ? 2 : 3; }
 
-// TreeKernel: the nodes below a node, which is also the number of sums of a thread.
+// Tree: the nodes below a node, which is also the number of sums of a thread.
 inline constexpr int kTreeFan = 16, kTreeLevels = 16;
 
 struct WindowSumWarps {

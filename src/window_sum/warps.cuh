@@ -29,11 +29,6 @@
 
 namespace jax_fastops::cuda::window_sum {
 
-// Blocks per SM, as registers allow.
-constexpr int WarpsBlocks(WindowSumKernel kind) {
-  return kind == WindowSumKernel::kWarpsNear ? 4 : 3;
-}
-
 // The sums of kSize windows from two units of elements.
 template <int kWindow, int kSize, typename A>
 __device__ __forceinline__ void NearSums(const A (&values)[2 * kSize], int window,
@@ -235,7 +230,7 @@ __device__ __forceinline__ void WarpsGroupSums(const Arrays& a, int log_lanes,
 }
 
 template <typename T, WindowSumKernel kKind>
-__global__ void __launch_bounds__(kWindowSumThreads, WarpsBlocks(kKind))
+__global__ void __launch_bounds__(kWindowSumThreads, kKind == WindowSumKernel::kWarpsNear ? 4 : 3)
     WarpsKernel(const Arrays a, const WindowSumWarps tiles) {
   constexpr int kSize = 16 / sizeof(T), kWarps = kWindowSumThreads / 32;
   const int n = static_cast<int>(a.n), m = static_cast<int>(a.m);

@@ -23,11 +23,11 @@ FASTOPS_DEFINE_KERNELS(Kernels, window_sum_kernels)
 
 // The kernels for vectors that begin at any address. If the AVX2 kernels are built, these vectors
 // have at most 32 bytes: an unaligned vector of 64 bytes always touches two cache lines.
-const WindowSumKernels& UnalignedKernels() {
-#ifdef FASTOPS_BUILT_avx2
-  if (ActiveIsa() == Isa::kAvx512) return avx2::window_sum_kernels;
-#endif
-  return Kernels();
+const WindowSumKernels& UnalignedKernels(DType dtype) {
+  if (FASTOPS_BUILT_avx2 && ActiveIsa() == Isa::kAvx512) {
+    return avx2::window_sum_kernels[static_cast<int>(dtype)];
+  }
+  return Kernels(dtype);
 }
 
 constexpr int64_t kTile = 2048;             // sums per tile; a tile stays in the L1 cache
@@ -78,17 +78,17 @@ int64_t EqualRuns(int64_t m, int64_t most) {
 }
 
 template <typename Scalar>
-void OverLines(const WindowSumShape& shape, int type, int64_t itemsize, const char* x, char* y,
+void OverLines(const WindowSumShape& shape, DType dtype, int64_t itemsize, const char* x, char* y,
                Executor& executor) {
   const int64_t m = shape.m(), window = shape.window(), inner = shape.inner;
   const bool aligned = inner * itemsize % 64 == 0;
-  const WindowSumKernels& kernels = aligned ? Kernels() : UnalignedKernels();
+  const WindowSumKernels& kernels = aligned ? Kernels(dtype) : UnalignedKernels(dtype);
   Cut cut = {inner, m, 0};
   if (window <= kDirectUpTo) {
     cut.width = std::min(inner, kDirectBytes / (window * itemsize));
     cut.length = EqualRuns(m, std::max<int64_t>(64, 8 * kTile / cut.width));
     OverPieces<Scalar>(shape, cut, itemsize, x, y, executor,
-                       [&](const WindowSumLines& lines, Scalar*) { kernels.direct[type](lines); });
+                       [&](const WindowSumLines& lines, Scalar*) { kernels.direct(lines); });
     return;
   }
   // A run reads a window of elements before its first sum. Runs are long enough to make that cheap.
@@ -97,7 +97,7 @@ void OverLines(const WindowSumShape& shape, int type, int64_t itemsize, const ch
     cut.buffer = 2 * ((cut.length + window) * inner + 2 * kWindowSumSlack);
     OverPieces<Scalar>(
         shape, cut, itemsize, x, y, executor,
-        [&](const WindowSumLines& lines, Scalar* buffer) { kernels.rows[type](lines, buffer); });
+        [&](const WindowSumLines& lines, Scalar* buffer) { kernels.rows(lines, buffer); });
     return;
   }
   cut.width = std::min<int64_t>(inner, kStripBytes / static_cast<int64_t>(sizeof(Scalar)));
@@ -109,7 +109,7 @@ void OverLines(const WindowSumShape& shape, int type, int64_t itemsize, const ch
       (kWindowSumRows + CeilDiv(window, kWindowSumRows) + 2) * (cut.width + kWindowSumSlack);
   OverPieces<Scalar>(
       shape, cut, itemsize, x, y, executor,
-      [&](const WindowSumLines& lines, Scalar* buffer) { kernels.columns[type](lines, buffer); });
+      [&](const WindowSumLines& lines, Scalar* buffer) { kernels.columns(lines, buffer); });
 }
 
 }  // namespace
@@ -127,7 +127,7 @@ void WindowSum(const WindowSumShape& shape, DType dtype, const void* x, void* y,
     });
   }
   WithAccumulator(dtype, [&]<typename Scalar>() {
-    OverLines<Scalar>(shape, static_cast<int>(dtype), itemsize, from, to, executor);
+    OverLines<Scalar>(shape, dtype, itemsize, from, to, executor);
   });
 }
 

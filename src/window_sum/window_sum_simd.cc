@@ -18,9 +18,6 @@
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
-FASTOPS_INLINE int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
-FASTOPS_INLINE int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
-
 template <typename E>
 struct Sums {
   using A = typename E::A;
@@ -226,10 +223,7 @@ struct Sums {
             if (j >= 0 && j < lines.n) {
               // Prefetches rows of the next chunk, which are too far apart for the hardware to do
               // it.
-              FetchAhead(x + j * row_bytes, kChunk * row_bytes);
-              if constexpr (E::kBytes * kBlock > 64) {
-                FetchAhead(x + j * row_bytes + 64, kChunk * row_bytes);
-              }
+              FetchBlock<E>(x + j * row_bytes, kChunk * row_bytes);
               begin = Add(begin, LoadElements<E>(extent, x + j * row_bytes, n));
             }
           }
@@ -238,12 +232,12 @@ struct Sums {
       }
     }
   }
+
+  static constexpr WindowSumKernels kKernels = {Rows, Direct, Columns};
 };
 
 }  // namespace
 
-const WindowSumKernels window_sum_kernels = {FASTOPS_EACH_DTYPE(Sums, Rows),
-                                             FASTOPS_EACH_DTYPE(Sums, Direct),
-                                             FASTOPS_EACH_DTYPE(Sums, Columns)};
+const WindowSumKernels window_sum_kernels[] = FASTOPS_EACH_DTYPE(Sums, kKernels);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -29,20 +29,16 @@ struct WindowSumLines {
   int64_t columns;
 };
 
-// Kernels by DType. Buffers hold accumulators and begin at a cache line; the comments give their
-// sizes.
+// Buffers hold accumulators and begin at a cache line; the comments give their sizes.
 struct WindowSumKernels {
   // For all `stride` lines at once, which are adjacent. 2 * ((end - begin + window) * stride + 2 *
   // slack).
-  using Rows = void(const WindowSumLines& lines, void* buffer);
+  void (*rows)(const WindowSumLines& lines, void* buffer);
   // For windows of 3, 5 or 7. No buffer.
-  using Direct = void(const WindowSumLines& lines);
+  void (*direct)(const WindowSumLines& lines);
   // For `columns` lines. (kWindowSumRows + ceil(window / kWindowSumRows) + 2) * (columns + slack).
-  using Columns = void(const WindowSumLines& lines, void* buffer);
-  Rows* rows[kNumDTypes];
-  Direct* direct[kNumDTypes];
-  Columns* columns[kNumDTypes];
+  void (*columns)(const WindowSumLines& lines, void* buffer);
 };
-FASTOPS_DECLARE_KERNELS(WindowSumKernels, window_sum_kernels)
+FASTOPS_DECLARE_KERNELS(WindowSumKernels, window_sum_kernels[kNumDTypes])
 
 }  // namespace jax_fastops::cpu

@@ -173,19 +173,12 @@ struct ActivationMath : A {
   }
 };
 
-// The functions Op<E, activation>::Forward and Backward of all activations and element types E.
-template <typename Kernels, template <typename, Activation> class Op>
-constexpr Kernels EachActivation() {
-#define FASTOPS_BY_DTYPE(Formula, name)                                            \
-  {Op<E32, Activation::k##Formula>::name, Op<EBF16, Activation::k##Formula>::name, \
-   Op<EF16, Activation::k##Formula>::name, Op<E64, Activation::k##Formula>::name},
-#define FASTOPS_FORWARD(name, Formula) FASTOPS_BY_DTYPE(Formula, Forward)
-#define FASTOPS_BACKWARD(name, Formula) FASTOPS_BY_DTYPE(Formula, Backward)
-  return {{FASTOPS_ACTIVATIONS(FASTOPS_FORWARD)}, {FASTOPS_ACTIVATIONS(FASTOPS_BACKWARD)}};
-#undef FASTOPS_BACKWARD
-#undef FASTOPS_FORWARD
-#undef FASTOPS_BY_DTYPE
-}
+// A row of a table for FASTOPS_ACTIVATIONS: Template<E, activation>::kKernels for every dtype.
+#define FASTOPS_EACH_DTYPE_OF(Template, Formula)      \
+  {Template<E32, Activation::k##Formula>::kKernels,   \
+   Template<EBF16, Activation::k##Formula>::kKernels, \
+   Template<EF16, Activation::k##Formula>::kKernels,  \
+   Template<E64, Activation::k##Formula>::kKernels},
 
 }  // namespace
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

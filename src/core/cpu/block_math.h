@@ -16,12 +16,7 @@ constexpr bool kHasWide = E::kBytes != SameElement<typename E::A>::kBytes;
 template <typename E, typename Extent>
 FASTOPS_INLINE Pair<typename E::A> LoadBlock(Extent extent, const BlockArray& array, int64_t i,
                                              int64_t count) {
-  using Wide = SameElement<typename E::A>;
-  const int64_t at = i & array.mask;
-  if constexpr (kHasWide<E>) {
-    if (array.wide) return LoadElements<Wide>(extent, array.data + at * Wide::kBytes, count);
-  }
-  return LoadElements<E>(extent, array.data + at * E::kBytes, count);
+  return LoadEither<E>(extent, array.data, kHasWide<E> && array.wide, i & array.mask, count);
 }
 
 // The same for a backward, with a prefetch of the next block. Nothing is read from memory while
@@ -33,12 +28,8 @@ constexpr int64_t kFetchAhead = 4096;
 template <typename E, typename Extent>
 FASTOPS_INLINE Pair<typename E::A> LoadBlockAhead(Extent extent, const BlockArray& array, int64_t i,
                                                   int64_t count) {
-  const int64_t at = i & array.mask;
   if constexpr (Extent::kWhole) {
-    FetchAhead(array.data + at * E::kBytes, kFetchAhead);
-    if constexpr (E::kBlock * E::kBytes > 64) {
-      FetchAhead(array.data + at * E::kBytes, kFetchAhead + 64);
-    }
+    FetchBlock<E>(array.data + (i & array.mask) * E::kBytes, kFetchAhead);
   }
   return LoadBlock<E>(extent, array, i, count);
 }
@@ -70,11 +61,7 @@ FASTOPS_INLINE void StoreBlock(Extent extent, const BlockArray& array, int64_t i
                                Pair<typename E::A> v) {
   using Wide = SameElement<typename E::A>;
   if (array.data == nullptr) return;
-  if (array.add) {
-    char* const to = array.data + (i & array.mask) * Wide::kBytes;
-    return StoreElements<Wide, false>(extent, to, Add(LoadElements<Wide>(extent, to, count), v),
-                                      count);
-  }
+  if (array.add) return AddTo(extent, array.data, i & array.mask, count, v);
   if constexpr (kHasWide<E>) {
     if (array.wide) return PutBlock<Wide>(extent, array, i, count, v);
   }

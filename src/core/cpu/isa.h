@@ -7,12 +7,13 @@
 //
 //   namespace jax_fastops::cpu::FASTOPS_ISA {
 //   namespace { ... the kernels ... }
-//   const NormKernels norm_kernels = {...};
+//   const NormKernels norm_kernels[] = FASTOPS_EACH_DTYPE(Norm, kKernels);
 //   }
 //
-// The family's header declares the table with FASTOPS_DECLARE_KERNELS(NormKernels, norm_kernels),
-// and FASTOPS_DEFINE_KERNELS(Kernels, norm_kernels) in the launcher's file defines Kernels(), which
-// returns it.
+// The family's header declares the tables with FASTOPS_DECLARE_KERNELS(NormKernels,
+// norm_kernels[kNumDTypes]), and FASTOPS_DEFINE_KERNELS(Kernels, norm_kernels) in the launcher's
+// file defines Kernels(dtype), which returns that of the dtype. A family whose kernels do not
+// depend on the dtype has a single table, and FASTOPS_DEFINE_TABLE.
 //
 // Only the tables may have external linkage in such files and in the headers that they include. An
 // inline function or template outside of an anonymous namespace would be emitted once per
@@ -20,6 +21,8 @@
 // AVX-512 code. So these files include no C++ standard header that contains functions. For the same
 // reason, tables are constants that are initialized without code.
 #pragma once
+
+#include "core/dtype.h"
 
 namespace jax_fastops::cpu {
 
@@ -45,32 +48,24 @@ const char* IsaName(Isa isa);
   extern const Table name;                   \
   }
 
-#ifdef FASTOPS_BUILT_baseline
-#define FASTOPS_BASELINE_TABLE(name) &::jax_fastops::cpu::baseline::name
-#else
-#define FASTOPS_BASELINE_TABLE(name) nullptr
-#endif
-#ifdef FASTOPS_BUILT_avx2
-#define FASTOPS_AVX2_TABLE(name) &::jax_fastops::cpu::avx2::name
-#else
-#define FASTOPS_AVX2_TABLE(name) nullptr
-#endif
-#ifdef FASTOPS_BUILT_avx512
-#define FASTOPS_AVX512_TABLE(name) &::jax_fastops::cpu::avx512::name
-#else
-#define FASTOPS_AVX512_TABLE(name) nullptr
-#endif
-
-// A reference to the table of the active instruction set. For files that are compiled once.
-#define FASTOPS_KERNELS(name)                                                                \
-  ([]() -> decltype(::jax_fastops::cpu::baseline::name)& {                                   \
-    decltype(&::jax_fastops::cpu::baseline::name) tables[::jax_fastops::cpu::kNumIsas] = {   \
-        FASTOPS_BASELINE_TABLE(name), FASTOPS_AVX2_TABLE(name), FASTOPS_AVX512_TABLE(name)}; \
-    return *tables[static_cast<int>(::jax_fastops::cpu::ActiveIsa())];                       \
+// A reference to the table of the active instruction set. For files that are compiled once. The
+// build defines FASTOPS_BUILT_baseline and so on as 1 or 0.
+#define FASTOPS_TABLE(isa, name) (FASTOPS_BUILT_##isa ? &::jax_fastops::cpu::isa::name : nullptr)
+#define FASTOPS_KERNELS(name)                                                                   \
+  ([]() -> decltype(::jax_fastops::cpu::baseline::name)& {                                      \
+    decltype(&::jax_fastops::cpu::baseline::name) tables[::jax_fastops::cpu::kNumIsas] = {      \
+        FASTOPS_TABLE(baseline, name), FASTOPS_TABLE(avx2, name), FASTOPS_TABLE(avx512, name)}; \
+    return *tables[static_cast<int>(::jax_fastops::cpu::ActiveIsa())];                          \
   }())
 // Defines a function that returns it.
-#define FASTOPS_DEFINE_KERNELS(function, name)          \
-  const auto& function() {                              \
-    static const auto& kernels = FASTOPS_KERNELS(name); \
-    return kernels;                                     \
+#define FASTOPS_DEFINE_TABLE(function, name)          \
+  const auto& function() {                            \
+    static const auto& table = FASTOPS_KERNELS(name); \
+    return table;                                     \
+  }
+// Defines a function that returns that of a dtype.
+#define FASTOPS_DEFINE_KERNELS(function, name)         \
+  const auto& function(DType dtype) {                  \
+    static const auto& tables = FASTOPS_KERNELS(name); \
+    return tables[static_cast<int>(dtype)];            \
   }

@@ -53,27 +53,13 @@ Isa ActiveIsa() {
 }
 
 bool IsaIsBuilt(Isa isa) {
-#ifdef FASTOPS_BUILT_baseline
-  if (isa == Isa::kBaseline) return true;
-#endif
-#ifdef FASTOPS_BUILT_avx2
-  if (isa == Isa::kAvx2) return true;
-#endif
-#ifdef FASTOPS_BUILT_avx512
-  if (isa == Isa::kAvx512) return true;
-#endif
-  return false;
+  constexpr bool kBuilt[] = {FASTOPS_BUILT_baseline, FASTOPS_BUILT_avx2, FASTOPS_BUILT_avx512};
+  return kBuilt[static_cast<int>(isa)];
 }
 
 const char* IsaName(Isa isa) {
-  switch (isa) {
-    case Isa::kAvx2:
-      return "avx2";
-    case Isa::kAvx512:
-      return "avx512";
-    default:
-      return "baseline";
-  }
+  constexpr const char* kNames[] = {"baseline", "avx2", "avx512"};
+  return kNames[static_cast<int>(isa)];
 }
 
 }  // namespace jax_fastops::cpu

@@ -1,14 +1,14 @@
-// Pointers to arrays that may be absent.
+// Pointers to arrays that may be absent. Always inline, for core/cpu/isa.h.
 #pragma once
 
-#include <cstdint>
+#include <stdint.h>
 
 namespace jax_fastops::cpu {
 
-inline const void* Offset(const void* p, int64_t bytes) {
+__attribute__((always_inline)) inline const char* Offset(const void* p, int64_t bytes) {
   return p == nullptr ? nullptr : static_cast<const char*>(p) + bytes;
 }
-inline void* Offset(void* p, int64_t bytes) {
+__attribute__((always_inline)) inline char* Offset(void* p, int64_t bytes) {
   return p == nullptr ? nullptr : static_cast<char*>(p) + bytes;
 }
 

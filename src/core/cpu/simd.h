@@ -73,6 +73,15 @@ FASTOPS_INLINE void FetchAhead(const char* p, int64_t bytes) {
   __builtin_prefetch((const void*)((uintptr_t)p + (uintptr_t)bytes), kWrite ? 1 : 0);
 }
 
+FASTOPS_INLINE int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+FASTOPS_INLINE int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// The same for all lines of `bytes` bytes that begin there.
+template <bool kWrite = false>
+FASTOPS_INLINE void FetchRowAhead(const char* p, int64_t ahead, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) FetchAhead<kWrite>(p + i, ahead);
+}
+
 template <typename V>
 FASTOPS_INLINE V LoadVector(const void* p) {
   V v;

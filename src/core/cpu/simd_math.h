@@ -492,6 +492,23 @@ FASTOPS_INLINE Pair<typename E::A> LoadElements(Extent extent, const char* p, in
   return E::Widen(LoadRaw<E>(extent, p, n));
 }
 
+// Elements i to i + n of an array of the element type, or, if `wide`, of the accumulator type.
+template <typename E, typename Extent>
+FASTOPS_INLINE Pair<typename E::A> LoadEither(Extent extent, const void* p, bool wide, int64_t i,
+                                              int64_t n) {
+  using Wide = SameElement<typename E::A>;
+  const char* const from = static_cast<const char*>(p);
+  if (wide) return LoadElements<Wide>(extent, from + i * Wide::kBytes, n);
+  return LoadElements<E>(extent, from + i * E::kBytes, n);
+}
+
+// Prefetches the block that is `bytes` bytes after p.
+template <typename E>
+FASTOPS_INLINE void FetchBlock(const char* p, int64_t bytes) {
+  FetchAhead(p, bytes);
+  if constexpr (E::kBlock * E::kBytes > 64) FetchAhead(p, bytes + 64);
+}
+
 template <typename E, bool kStream, typename Extent>
 FASTOPS_INLINE void StoreElements(Extent, char* p, typename E::Raw v, int64_t n) {
   if constexpr (!Extent::kWhole) {
@@ -501,6 +518,16 @@ FASTOPS_INLINE void StoreElements(Extent, char* p, typename E::Raw v, int64_t n)
   } else {
     E::Store(p, v);
   }
+}
+
+// Adds v to elements i to i + n of sums in the accumulator type, or sets these if `first`.
+template <typename A, typename Extent>
+FASTOPS_INLINE void AddTo(Extent extent, void* sums, int64_t i, int64_t n, Pair<A> v,
+                          bool first = false) {
+  using Wide = SameElement<A>;
+  char* const to = static_cast<char*>(sums) + i * Wide::kBytes;
+  if (!first) v = Add(LoadElements<Wide>(extent, to, n), v);
+  StoreElements<Wide, false>(extent, to, v, n);
 }
 
 template <typename A, typename Extent>

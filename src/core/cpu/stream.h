@@ -17,4 +17,9 @@ inline bool ShouldStream(int64_t output_bytes, int64_t least = kStreamBytes) {
   return output_bytes >= least && output_bytes < kFreshBytes;
 }
 
+// Whether an array of rows of `row_bytes` begins each row at a whole cache line.
+inline bool IsWholeLines(const void* p, int64_t row_bytes = 0) {
+  return (reinterpret_cast<uintptr_t>(p) | static_cast<uintptr_t>(row_bytes)) % 64 == 0;
+}
+
 }  // namespace jax_fastops::cpu

@@ -23,13 +23,14 @@
 #include <type_traits>
 
 #include "core/activation.h"
+#include "core/cuda/math.cuh"
 #include "core/cuda/relu_of.cuh"
 #include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda {
 namespace activation {
 
-inline constexpr double kLog2E = 1.4426950408889634;
+inline constexpr double kLog2E = 1.4426950408889634;  // cuda::kLog2E is a float
 
 // float16 underflows long before float does.
 template <typename T>
@@ -52,8 +53,7 @@ __device__ __forceinline__ float PowerOfTwo(float a, float b, float low) {
   // For float, both rounding errors of t are known. t - shift is exact: either the sum is the
   // smaller of the two numbers, or t is between shift / 2 and shift.
   const float t = sizeof(T) == 2 ? fmaf(a, b, shift) : __fadd_rn(__fmul_rn(a, b), shift);
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(t));
+  const float power = Exp2(t);
   if constexpr (sizeof(T) == 2) return power;
   const float lost = fmaf(a, b, shift - t) + low;
   return fmaf(power, lost * 0.69314718f, power);
@@ -65,8 +65,7 @@ __device__ __forceinline__ ComputeType<T> Reciprocal(ComputeType<T> x) {
   if constexpr (sizeof(T) == 8) {
     return 1.0 / x;
   } else {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    const float y = cuda::Reciprocal(x);
     return sizeof(T) == 2 ? y : fmaf(y, fmaf(-x, y, 1.0f), y);
   }
 }
@@ -80,6 +79,13 @@ __device__ __forceinline__ float Magnitude(float s, float limit) {
 __device__ __forceinline__ double Magnitude(double s, double limit) {
   const double a = fabs(s);
   return a > limit ? limit : a;
+}
+
+// A polynomial of x, from its highest coefficient on.
+template <typename... Coefficients>
+__device__ __forceinline__ float Polynomial(float x, float highest, Coefficients... others) {
+  ((highest = fmaf(highest, x, others)), ...);
+  return highest;
 }
 
 }  // namespace activation
@@ -142,46 +148,23 @@ struct GeluByErf {
     const float a = activation::Magnitude(s, 16.0f);
     const float e = activation::PowerOfTwo<T>(a * a, c, 0.0f);
     const float q = activation::Reciprocal<T>(fmaf(a, 0.3f, 1.0f));
-    float p = 0.20884496f * unit;
-    p = fmaf(p, q, 0.035587393f * unit);
-    p = fmaf(p, q, 0.13747835f * unit);
-    p = fmaf(p, q, 0.118204355f * unit);
-    return e * (q * p);
+    return e * (q * activation::Polynomial(q, 0.20884496f * unit, 0.035587393f * unit,
+                                           0.13747835f * unit, 0.118204355f * unit));
   }
 
   // g(a).
   static __device__ __forceinline__ float Scaled(float a) {
+    const float q = activation::Reciprocal<T>(fmaf(a, 0.3f, 1.0f));
     if constexpr (std::is_same_v<T, __half>) {  // a <= 6.5: 2^-19
-      const float q = activation::Reciprocal<T>(fmaf(a, 0.3f, 1.0f));
-      float p = -0.08258808f;
-      p = fmaf(p, q, 0.23289548f);
-      p = fmaf(p, q, -0.036773924f);
-      p = fmaf(p, q, 0.15530612f);
-      p = fmaf(p, q, 0.110788256f);
-      p = fmaf(p, q, 0.12037138f);
-      return q * p;
+      return q * activation::Polynomial(q, -0.08258808f, 0.23289548f, -0.036773924f, 0.15530612f,
+                                        0.110788256f, 0.12037138f);
     } else if constexpr (sizeof(T) == 2) {  // a <= 14.5: 2^-16
-      const float q = activation::Reciprocal<T>(fmaf(a, 0.3f, 1.0f));
-      float p = -0.07670065f;
-      p = fmaf(p, q, 0.21484911f);
-      p = fmaf(p, q, -0.015597693f);
-      p = fmaf(p, q, 0.14347343f);
-      p = fmaf(p, q, 0.11392282f);
-      p = fmaf(p, q, 0.12005742f);
-      return q * p;
+      return q * activation::Polynomial(q, -0.07670065f, 0.21484911f, -0.015597693f, 0.14347343f,
+                                        0.11392282f, 0.12005742f);
     } else {  // a <= 14.5: 2^-28
-      const float q = activation::Reciprocal<T>(fmaf(a, 0.3f, 1.0f));
-      float p = -0.020623479f;
-      p = fmaf(p, q, 0.112435676f);
-      p = fmaf(p, q, -0.22821376f);
-      p = fmaf(p, q, 0.19178475f);
-      p = fmaf(p, q, -0.07942368f);
-      p = fmaf(p, q, 0.09615694f);
-      p = fmaf(p, q, 0.07838961f);
-      p = fmaf(p, q, 0.11023543f);
-      p = fmaf(p, q, 0.11957181f);
-      p = fmaf(p, q, 0.11968669f);
-      return q * p;
+      return q * activation::Polynomial(q, -0.020623479f, 0.112435676f, -0.22821376f, 0.19178475f,
+                                        -0.07942368f, 0.09615694f, 0.07838961f, 0.11023543f,
+                                        0.11957181f, 0.11968669f);
     }
   }
 };

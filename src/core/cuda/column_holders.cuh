@@ -15,13 +15,8 @@
 
 namespace jax_fastops::cuda {
 
-// A boolean array that is broadcast to [outer, n, inner]: a byte, 0 or 1, for each of its own
-// elements.
-struct ColumnMask {
-  const uint8_t* data = nullptr;  // null: none
-  int64_t stride = 0;             // along n
-  bool words = false;             // the bytes of a word are contiguous, and aligned to their number
-  Offsets<kMaxRowMaskRank> outer;
+// A boolean array that is broadcast to [outer, n, inner]; `rows` are the outer elements.
+struct ColumnMask : RowMask {
   Offsets<kMaxRowMaskRank> inner;
 };
 
@@ -54,7 +49,7 @@ struct ColumnSlice {
     const int64_t inner = (column - outer * static_cast<int64_t>(row_words.divisor)) * kSize;
     origin = (outer * of.n + first) * of.inner + inner;
     if (mask != nullptr) {
-      mask += of.mask.outer.Offset(outer) + of.mask.inner.Offset(inner) + first * of.mask.stride;
+      mask += of.mask.rows.Offset(outer) + of.mask.inner.Offset(inner) + first * of.mask.stride;
     }
   }
 

@@ -25,10 +25,7 @@ inline constexpr DType kDTypeOf = std::is_same_v<T, float>           ? DType::kF
                                                                      : DType::kF64;
 
 // Returns visit(TypeTag<T>()), where T is the C++ type of `dtype`:
-//   return ForDType(dtype, [&](auto tag) {
-//     using T = typename decltype(tag)::Type;
-//     ...
-//   });
+//   return ForDType(dtype, [&]<typename T>(TypeTag<T>) { ... });
 template <typename Visit>
 auto ForDType(DType dtype, const Visit& visit) {
   switch (dtype) {

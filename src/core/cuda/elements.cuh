@@ -34,7 +34,7 @@
 // which the addresses are not known yet, so full arrays are loaded before that.
 //
 // If rows are not a whole number of words ("ragged"), a word begins at any address of the broadcast
-// inputs, and is read by aligned words and a shift (shifted.cuh). A word in which one row ends and
+// inputs, and is read by aligned words and a shift (Shifted). A word in which one row ends and
 // the next begins (one of 125 in rows of 1001 elements of 16 bits) is read element by element, and
 // so is a word at the end of an input. Single elements per access remain for rows shorter than a
 // word, unaligned pointers, and float64.
@@ -243,7 +243,6 @@ struct StraddlingWord {
 // Finds the rows of kCount words, the positions within them, and the row's offset in each array.
 template <typename F>
 struct RowFinder {
-  static constexpr int kArrays = F::kIn;
   const ElementsParams<F>& p;
 
   // Divides `n` by the length of dimension `d`: `n` becomes the remainder, `over` the quotient.
@@ -259,19 +258,14 @@ struct RowFinder {
   }
 
   template <int kCount>
-  __device__ __forceinline__ void Rows(uint32_t (&at)[kCount], uint32_t (&row)[kCount]) const {
-    Divide(p.rank - 1, at, row);
-  }
-
-  template <int kCount>
   __device__ __forceinline__ void Offsets(const uint32_t (&row)[kCount],
-                                          uint32_t (&offset)[kCount][kArrays]) const {
+                                          uint32_t (&offset)[kCount][F::kIn]) const {
     uint32_t digit[kCount], over[kCount];
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
       over[u] = row[u];
 #pragma unroll
-      for (int k = 0; k < kArrays; ++k) offset[u][k] = 0;
+      for (int k = 0; k < F::kIn; ++k) offset[u][k] = 0;
     }
 #pragma unroll 1
     for (int d = p.rank - 2; d >= 0; --d) {
@@ -279,7 +273,7 @@ struct RowFinder {
       for (int u = 0; u < kCount; ++u) digit[u] = over[u];
       if (d > 0) Divide(d, digit, over);
 #pragma unroll
-      for (int k = 0; k < kArrays; ++k) {
+      for (int k = 0; k < F::kIn; ++k) {
         const uint32_t stride = p.stride[k][d];
 #pragma unroll
         for (int u = 0; u < kCount; ++u) offset[u][k] += digit[u] * stride;
@@ -292,10 +286,10 @@ struct RowFinder {
 template <typename F, typename T, bool kRagged, bool kWide>
 __device__ __forceinline__ void ComputeOne(const ElementsParams<F>& p, uint32_t e) {
   using C = ComputeType<T>;
-  uint32_t in_row[1] = {e}, row[1], offset[1][RowFinder<F>::kArrays] = {};
+  uint32_t in_row[1] = {e}, row[1], offset[1][F::kIn] = {};
   if constexpr (kRagged) {
     const RowFinder<F> find{p};
-    find.Rows(in_row, row);
+    find.Divide(p.rank - 1, in_row, row);
     find.Offsets(row, offset);
   }
   C x[F::kIn], y[1];
@@ -365,7 +359,7 @@ __device__ __forceinline__ void ElementsLoop(const ElementsParams<F>& p) {
   for (int u = 0; u < kWords; ++u) {
     in_row[u] = static_cast<uint32_t>(first + u * kElementsThreads) * (kRagged ? kSize : 1);
   }
-  find.Rows(in_row, row);
+  find.Divide(p.rank - 1, in_row, row);
   find.Offsets(row, offset);
 
   int left[kWords];  // ragged: elements from the word's first one to the end of its row

@@ -206,17 +206,11 @@ __device__ __forceinline__ void ForEachReluTile(int64_t size, const TileFn& tile
   }
 }
 
-// Blocks with tiles of `tile` elements; 0: only chunks.
-inline int64_t ReluBlocks(int64_t size, int64_t tile) {
+// A grid with tiles of `tile` elements; 0: only chunks.
+inline LaunchConfig ReluGrid(int64_t size, int64_t tile) {
   const int64_t tiles = tile == 0 ? 0 : size / tile;
   const int64_t warps = tiles + CeilDiv(size - tiles * tile, kReluChunk);
-  return CeilDiv(warps, kReluThreads / kWarpSize);
-}
-
-template <typename Params>
-cudaError_t LaunchRelu(void (*kernel)(Params), int64_t size, int64_t tile, const Params& params,
-                       cudaStream_t stream) {
-  return Launch(kernel, Grid(ReluBlocks(size, tile), kReluThreads), stream, params);
+  return Grid(CeilDiv(warps, kReluThreads / kWarpSize), kReluThreads);
 }
 
 }  // namespace jax_fastops::cuda

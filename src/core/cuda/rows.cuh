@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kMaxRowThreads)
     const T* const from = x + head + int64_t{first} * kSize;
 #pragma unroll
     for (int k = 0; k < kWords; ++k) {
-      chunk.words[k] = Vec<T, 16>::LoadIf(read && chunk.Has(k), from + k * lanes * kSize);
+      chunk.words[k] = Vec<T, 16>::LoadOr(read && chunk.Has(k), from + k * lanes * kSize);
     }
   };
   F functor;

@@ -12,8 +12,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
+#include <tuple>
 #include <type_traits>
 
 namespace jax_fastops::cuda {
@@ -28,42 +30,10 @@ enum class CacheHint {
 
 // Unsigned type of kBytes bytes that a single load or store moves.
 template <int kBytes>
-struct WordOfSize;
-template <>
-struct WordOfSize<1> {
-  using Type = uint8_t;
-};
-template <>
-struct WordOfSize<2> {
-  using Type = uint16_t;
-};
-template <>
-struct WordOfSize<4> {
-  using Type = uint32_t;
-};
-template <>
-struct WordOfSize<8> {
-  using Type = uint2;
-};
-template <>
-struct WordOfSize<16> {
-  using Type = uint4;
-};
-template <int kBytes>
-using Word = typename WordOfSize<kBytes>::Type;
+using Word = std::tuple_element_t<std::countr_zero(unsigned{kBytes}),
+                                  std::tuple<uint8_t, uint16_t, uint32_t, uint2, uint4>>;
 
 namespace internal {
-
-// CUDA has no intrinsics for these cache qualifiers. `volatile` keeps a batch of loads together and
-// in program order. It does not tell the compiler that memory is read: a load may move across the
-// kernel's own stores, so no kernel may load this way what it has stored itself.
-__device__ __forceinline__ uint4 LoadNoAllocate(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(__cvta_generic_to_global(p)));
-  return v;
-}
 
 template <CacheHint kHint>
 __device__ __forceinline__ uint4 LoadBits(const void* p) {
@@ -71,7 +41,14 @@ __device__ __forceinline__ uint4 LoadBits(const void* p) {
   if constexpr (kHint == CacheHint::kStreaming) {
     return __ldcs(address);
   } else if constexpr (kHint == CacheHint::kNoAllocate) {
-    return LoadNoAllocate(address);
+    // There is no intrinsic. `volatile` keeps a batch of loads together and in program order. It
+    // does not tell the compiler that memory is read: a load may move across the kernel's own
+    // stores, so no kernel may load this way what it has stored itself.
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(__cvta_generic_to_global(address)));
+    return v;
   } else if constexpr (kHint == CacheHint::kReadOnly) {
     return __ldg(address);
   } else {
@@ -168,15 +145,7 @@ __device__ __forceinline__ Unit<T, kBytes> Choose(bool condition, const Unit<T, 
 // Kernels compute in float, and in double for double. Conversions to the compute type are exact;
 // conversions back round to nearest even. Subnormals are kept.
 template <typename T>
-struct ComputeTypeOf {
-  using Type = float;
-};
-template <>
-struct ComputeTypeOf<double> {
-  using Type = double;
-};
-template <typename T>
-using ComputeType = typename ComputeTypeOf<T>::Type;
+using ComputeType = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 __device__ __forceinline__ float ToCompute(float x) { return x; }
 __device__ __forceinline__ double ToCompute(double x) { return x; }
@@ -201,16 +170,6 @@ using PairOf = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloa
 __device__ __forceinline__ __half2 Broadcast(__half x) { return __half2half2(x); }
 __device__ __forceinline__ __nv_bfloat162 Broadcast(__nv_bfloat16 x) {
   return __bfloat162bfloat162(x);
-}
-
-// Extracts element i from the raw bits of several elements. Keep the result of a conditional load
-// as bits until it is used. Otherwise, for 16-bit types, the compiler unpacks the elements right
-// after the load; the unpacking waits for memory, and the next load is issued only after that.
-template <typename T, typename Bits>
-__device__ __forceinline__ T ElementOf(const Bits& bits, int i) {
-  T elements[sizeof(Bits) / sizeof(T)];
-  memcpy(elements, &bits, sizeof(Bits));
-  return elements[i];
 }
 
 // Loads kSize elements of a parameter of type P, starting at element `first`, and converts them to
@@ -239,8 +198,7 @@ __device__ __forceinline__ void LoadParameter(const void* parameter, int64_t fir
 template <typename T, int kBytes = 16>
 struct Vec {
   using A = ComputeType<T>;
-  using W =
-      std::conditional_t<kBytes == 1, uint8_t, std::conditional_t<kBytes == 2, uint16_t, uint32_t>>;
+  using W = Word<(kBytes < 4 ? kBytes : 4)>;
   static constexpr int kAccess = kBytes < 16 ? kBytes : 16;  // bytes of a load or store
   static constexpr int kAccesses = kBytes / kAccess;
   using U = Unit<T, kAccess>;
@@ -318,22 +276,9 @@ struct Vec {
     return elements[i];
   }
 
-  // Loads 16 bytes that are read once, or zeros without a load. The compiler does not know which,
-  // so it unpacks nothing before all loads of a thread are under way.
-  static __device__ __forceinline__ Vec LoadIf(bool load, const void* p) {
-    static_assert(kBytes == 16 && sizeof(W) == 4);
-    Vec v;
-    asm volatile(
-        "{ .reg .pred p; setp.ne.u32 p, %4, 0;\n"
-        "mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;\n"
-        "@p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%5]; }"
-        : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
-        : "r"(static_cast<uint32_t>(load)), "l"(__cvta_generic_to_global(p)));
-    return v;
-  }
-
-  // The same, with other words than zeros if there is no load.
-  static __device__ __forceinline__ Vec LoadOr(bool load, const void* p, uint32_t otherwise) {
+  // Loads 16 bytes that are read once, or other words without a load. The compiler does not know
+  // which, so it unpacks nothing before all loads of a thread are under way.
+  static __device__ __forceinline__ Vec LoadOr(bool load, const void* p, uint32_t otherwise = 0) {
     static_assert(kBytes == 16 && sizeof(W) == 4);
     Vec v;
     asm volatile(
@@ -445,16 +390,13 @@ struct Vec {
     }
   }
 
-  // Replaces x by x * 0, which is NaN if x is infinite or NaN. Elements for which `inside` is false
-  // become `excluded`.
-  template <typename Inside>
-  __device__ __forceinline__ void TimesZero(const Inside& inside, T excluded) {
+  // Replaces x by x * 0, which is NaN if x is infinite or NaN.
+  __device__ __forceinline__ void TimesZero() {
     static_assert(kAccesses == 1);
     U unit = Get();
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      const T zero = FromCompute<T>(ToCompute(unit.elements[i]) * A(0));
-      unit.elements[i] = inside(i) ? zero : excluded;
+      unit.elements[i] = FromCompute<T>(ToCompute(unit.elements[i]) * A(0));
     }
     memcpy(words, unit.elements, kBytes);
   }

@@ -46,34 +46,14 @@ std::string_view WithoutMark(std::string_view name) {
 }  // namespace
 
 int64_t WholeBytes(ffi::DataType type) {
-  switch (type) {
-    case ffi::DataType::PRED:
-    case ffi::DataType::S8:
-    case ffi::DataType::S16:
-    case ffi::DataType::S32:
-    case ffi::DataType::S64:
-    case ffi::DataType::U8:
-    case ffi::DataType::U16:
-    case ffi::DataType::U32:
-    case ffi::DataType::U64:
-    case ffi::DataType::F16:
-    case ffi::DataType::F32:
-    case ffi::DataType::F64:
-    case ffi::DataType::BF16:
-    case ffi::DataType::C64:
-    case ffi::DataType::C128:
-    case ffi::DataType::F8E5M2:
-    case ffi::DataType::F8E4M3:
-    case ffi::DataType::F8E4M3FN:
-    case ffi::DataType::F8E4M3B11FNUZ:
-    case ffi::DataType::F8E5M2FNUZ:
-    case ffi::DataType::F8E4M3FNUZ:
-    case ffi::DataType::F8E3M4:
-    case ffi::DataType::F8E8M0FNU:
-      return static_cast<int64_t>(ffi::ByteWidth(type));
-    default:
-      return 0;
-  }
+  using enum ffi::DataType;
+  constexpr auto kWhole =
+      [](auto... types) {
+        return (... | (uint64_t{1} << static_cast<int>(types)));
+      }(PRED, S8, S16, S32, S64, U8, U16, U32, U64, F16, F32, F64, BF16, C64, C128, F8E5M2, F8E4M3,
+        F8E4M3FN, F8E4M3B11FNUZ, F8E5M2FNUZ, F8E4M3FNUZ, F8E3M4, F8E8M0FNU);
+  const auto bit = static_cast<unsigned>(type);
+  return bit < 64 && (kWhole >> bit & 1) != 0 ? static_cast<int64_t>(ffi::ByteWidth(type)) : 0;
 }
 
 #ifdef FASTOPS_CUDA

@@ -20,6 +20,6 @@ struct Name {
 
 }  // namespace
 
-const NameKernels NAME_kernels = {FASTOPS_EACH_DTYPE(Name, Run)};
+const NameKernel NAME_kernels[] = FASTOPS_EACH_DTYPE(Name, Run);
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

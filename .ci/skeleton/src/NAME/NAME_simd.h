@@ -8,11 +8,8 @@
 
 namespace jax_fastops::cpu {
 
-// One function for each DType: what NAME.h says.
-struct NameKernels {
-  using Run = void(const char* x, char* y, int64_t n);
-  Run* run[kNumDTypes];
-};
-FASTOPS_DECLARE_KERNELS(NameKernels, NAME_kernels)
+// What NAME.h says.
+using NameKernel = void (*)(const char* x, char* y, int64_t n);
+FASTOPS_DECLARE_KERNELS(NameKernel, NAME_kernels[kNumDTypes])
 
 }  // namespace jax_fastops::cpu
