@@ -6,6 +6,7 @@
 
 #include "core/cuda/activation.cuh"
 #include "core/cuda/async_copy.cuh"
+#include "core/cuda/divide.cuh"
 #include "core/cuda/group.cuh"
 #include "core/cuda/math.cuh"
 #include "core/cuda/partial_sums.cuh"
@@ -37,37 +38,24 @@ struct Block {
   const Plan& plan;
   Scratch& scratch;
   int part;
-  int slot, lane;               // this thread's slot in the first pass
-  int units;                    // of this thread
   int64_t sample, origin;       // of the tile: its first element
   int groups, channels, slots;  // the last set may have fewer
   int first_group, first_channel;
-  int64_t own;  // this thread's first element
 
   template <typename Call>
   __device__ __forceinline__ Block(const Params<Call>& p, Scratch& scratch)
       : plan(p.plan), scratch(scratch) {
-    const uint32_t parts = plan.parts, sets = plan.sets, tile = blockIdx.x / parts;
-    part = static_cast<int>(blockIdx.x - tile * parts);
+    const uint32_t tile = Divide(blockIdx.x, plan.by_parts);
+    part = static_cast<int>(blockIdx.x - tile * plan.parts);
 
-    const uint32_t of_sample = tile / sets;
+    const uint32_t of_sample = Divide(tile, plan.by_sets);
     sample = of_sample;
-    first_group = static_cast<int>(tile - of_sample * sets) * plan.set_groups;
+    first_group = static_cast<int>(tile - of_sample * plan.sets) * plan.set_groups;
     groups = min(plan.set_groups, plan.groups - first_group);
     first_channel = first_group * plan.group_channels;
     channels = groups * plan.group_channels;
     slots = (channels + kChannels - 1) / kChannels;
     origin = sample * plan.channels * plan.positions + first_channel * channel_step();
-
-    const uint32_t thread = threadIdx.x, inner = kLast ? plan.width : plan.lanes;
-    const uint32_t outer = thread / inner;
-    slot = static_cast<int>(kLast ? thread - outer * inner : outer);
-    lane = static_cast<int>(kLast ? outer : thread - outer * inner);
-    const int64_t begin = part * plan.part_units;
-    const int all = static_cast<int>(min(plan.part_units, plan.units - begin));
-    units = lane < all ? (all - lane - 1) / static_cast<uint32_t>(plan.lanes) + 1 : 0;
-    if (lane >= plan.lanes) slot = 1 << 24;  // of no pass
-    own = origin + slot * plan.slot_step + (begin + lane) * plan.unit_step;
   }
 
   // From a channel to the next one.
@@ -95,36 +83,53 @@ struct Block {
   // The place of the next array.
   static constexpr int kKeptStride = kThreads * kBytes;
 
-  // Where a sweep begins, and what it has to add for the next unit.
-  struct Cursor {
-    int64_t at, step;
-    int unit;
+  // What this thread has: a slot in the first pass, and some units of each of its slots.
+  struct Own {
+    int slot, lane, units;
+  };
+  __device__ __forceinline__ Own Find() const {
+    uint32_t thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));  // computed again in each phase: registers are scarce
+    const uint32_t outer = Divide(thread, plan.by_inner);
+    const uint32_t rest = thread - outer * plan.by_inner.divisor;
+    const int slot = static_cast<int>(kLast ? rest : outer);
+    const int lane = static_cast<int>(kLast ? outer : rest);
+    const int all = static_cast<int>(min(plan.part_units, plan.units - part * plan.part_units));
+    const bool idle = lane >= min(plan.lanes, all) || slot >= plan.width;
+    return {slot, lane, idle ? 0 : static_cast<int>(Divide(all - lane - 1, plan.by_lanes)) + 1};
+  }
+
+  // `count` of the units of a pass, from `unit`, which is at element `at`, to the next ones, or, if
+  // kNext is -1, to the ones before. Units are numbered in all passes.
+  template <int kNext>
+  struct Range {
+    int64_t at, step;  // to the next one
+    int unit, count;
   };
   template <int kNext>
-  __device__ __forceinline__ Cursor From(int pass, int first) const {
+  __device__ __forceinline__ Range<kNext> From(const Own& own, int pass, int first,
+                                               int count) const {
+    const int slot = own.slot + pass * plan.width;
     const int64_t step = plan.lanes * plan.unit_step;
-    return {own + pass * (plan.width * plan.slot_step) + first * step, kNext * step,
-            pass * units + first};
+    return {origin + slot * plan.slot_step + (part * plan.part_units + own.lane) * plan.unit_step +
+                first * step,
+            kNext * step, pass * own.units + first, slot < slots ? count : 0};
   }
   // Starts the first loads of a sweep: loaded[k] = load(element, unit).
   template <int kNext, int kBatch, typename Load, typename Loaded>
-  __device__ __forceinline__ void Start(int pass, int first, int count, const Load& load,
-                                        Loaded (&loaded)[kBatch]) const {
-    if (slot + pass * plan.width >= slots) return;
-    const Cursor from = From<kNext>(pass, first);
+  static __device__ __forceinline__ void Start(const Range<kNext>& range, const Load& load,
+                                               Loaded (&loaded)[kBatch]) {
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
-      if (k < count) loaded[k] = load(from.at + k * from.step, from.unit + k * kNext);
+      if (k < range.count) loaded[k] = load(range.at + k * range.step, range.unit + k * kNext);
     }
   }
-  // After Start, calls use(loaded, element, unit) for `count` of the units that this thread has of
-  // its slot of a pass, from `first` to the next ones, or, if kNext is -1, to the ones before.
-  // kBatch loads are under way at all times. Units are numbered in all passes.
+  // After Start, calls use(loaded, element, unit) for the units. kBatch loads are under way at all
+  // times.
   template <int kNext, int kBatch, typename Load, typename Loaded, typename Use>
-  __device__ __forceinline__ void Sweep(int pass, int first, int count, const Load& load,
-                                        Loaded (&loaded)[kBatch], const Use& use) const {
-    if (slot + pass * plan.width >= slots) return;
-    auto [at, step, unit] = From<kNext>(pass, first);
+  static __device__ __forceinline__ void Sweep(const Range<kNext>& range, const Load& load,
+                                               Loaded (&loaded)[kBatch], const Use& use) {
+    auto [at, step, unit, count] = range;
     int64_t lead = kBatch * step;
     asm("" : "+l"(step), "+l"(lead));  // registers, else each use multiplies
     for (; count >= 2 * kBatch; count -= kBatch) {
@@ -144,44 +149,58 @@ struct Block {
   }
   // Both, with kBatch loads.
   template <int kBatch, int kNext, typename Load, typename Use>
-  __device__ __forceinline__ void Sweep(int pass, int first, int count, const Load& load,
-                                        const Use& use) const {
-    std::remove_cvref_t<decltype(load(own, first))> loaded[kBatch];
-    Start<kNext>(pass, first, count, load, loaded);
-    Sweep<kNext>(pass, first, count, load, loaded, use);
+  static __device__ __forceinline__ void Sweep(const Range<kNext>& range, const Load& load,
+                                               const Use& use) {
+    std::remove_cvref_t<decltype(load(range.at, range.unit))> loaded[kBatch];
+    Start(range, load, loaded);
+    Sweep(range, load, loaded, use);
   }
 
-  // How many of this thread's units of a pass are in shared memory.
-  __device__ __forceinline__ int KeptOf(int pass) const {
-    return max(0, min(plan.kept - pass * units, units));
+  // How many units of a pass are in shared memory.
+  __device__ __forceinline__ int KeptOf(const Own& own, int pass) const {
+    return max(0, min(plan.kept - pass * own.units, own.units));
   }
 
-  // Starts to load the first units of this thread, while it waits for other things.
-  template <int kUnits, typename... P>
-  __device__ __forceinline__ void Prefetch(const P*... from) const {
-    if (slot >= slots) return;
-    const int64_t step = plan.lanes * plan.unit_step;
+  // Starts to load the first units of a range, while the thread waits for other things.
+  template <int kUnits, int kNext, typename... P>
+  static __device__ __forceinline__ void Prefetch(const Range<kNext>& range, const P*... from) {
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
-      if (k >= units) continue;
-      (..., PrefetchToL2(from + own + k * step));
+      if (k >= range.count) continue;
+      (..., PrefetchToL2(from + range.at + k * range.step));
     }
   }
 
-  // Calls use(channel, group, coefficients, first) for all channels, numbered in the set; `first`
-  // tells that it is the first one of the group. A thread has the same channels in each call. A
-  // barrier must follow.
-  template <typename Use>
-  __device__ __forceinline__ void ForChannels(const Use& use) const {
-    for (int i = static_cast<int>(threadIdx.x); i < channels; i += kThreads) {
-      const int group = static_cast<int>(i / static_cast<uint32_t>(plan.group_channels));
-      use(i, group, Memory() + i, i == group * plan.group_channels);
-    }
+  // Calls use(channel, group, coefficients, fetch(channel, group)) for all channels, numbered in
+  // the set. A thread has the same channels in each call. between() is called once, after the first
+  // fetch, whose loads should be the first ones: all of the block waits for them. A barrier must
+  // follow.
+  template <typename Fetch, typename Between, typename Use>
+  __device__ __forceinline__ void ForChannels(const Fetch& fetch, const Between& between,
+                                              const Use& use) const {
+    int i = static_cast<int>(threadIdx.x);
+#pragma unroll 1
+    do {
+      const int group = GroupOf(i);
+      decltype(fetch(i, group)) fetched;
+      if (i < channels) fetched = fetch(i, group);
+      if (i < kThreads) between();
+      if (i < channels) use(i, group, Memory() + i, fetched);
+      i += kThreads;
+    } while (i < channels);
+  }
+  __device__ __forceinline__ int GroupOf(int channel) const {
+    return static_cast<int>(Divide(channel, plan.by_group_channels));
+  }
+  // Whether it is the first one of the group.
+  __device__ __forceinline__ bool IsFirst(int channel, int group) const {
+    return channel == group * plan.group_channels;
   }
   // Reads the coefficients of this thread's channels in a pass.
   template <int kFirst = 0, int kRows>
-  __device__ __forceinline__ void Read(int pass, A (&rows)[kRows][kChannels]) const {
-    const int at = slot + pass * plan.width;
+  __device__ __forceinline__ void Read(const Own& own, int pass,
+                                       A (&rows)[kRows][kChannels]) const {
+    const int at = own.slot + pass * plan.width;
     if (at >= slots) return;
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
@@ -304,15 +323,27 @@ __device__ __forceinline__ void StoreUnit(const Vec<T, kBytes>& unit, T* to) {
   }
 }
 
-// A parameter of type T or of its accumulator, or `otherwise` if it is absent.
+// A parameter of type T or of its accumulator, as it is loaded: nothing waits for it.
 template <typename T>
-__device__ __forceinline__ ComputeType<T> ReadParameter(const GroupNormParameter& parameter,
-                                                        int channel, double otherwise) {
+struct Fetched {
   using A = ComputeType<T>;
-  if (parameter.data == nullptr) return static_cast<A>(otherwise);
-  if (parameter.wide) return static_cast<const A*>(parameter.data)[channel];
-  return ToCompute(static_cast<const T*>(parameter.data)[channel]);
-}
+  A wide;
+  T narrow;
+
+  __device__ __forceinline__ void Load(const GroupNormParameter& parameter, int channel) {
+    if (parameter.data == nullptr) return;
+    if (parameter.wide) {
+      wide = static_cast<const A*>(parameter.data)[channel];
+    } else {
+      narrow = static_cast<const T*>(parameter.data)[channel];
+    }
+  }
+  // `otherwise` if it is absent.
+  __device__ __forceinline__ A Value(const GroupNormParameter& parameter, double otherwise) const {
+    if (parameter.data == nullptr) return static_cast<A>(otherwise);
+    return parameter.wide ? wide : ToCompute(narrow);
+  }
+};
 
 // -------------------------------------------------------------------------------------------------
 // Activations

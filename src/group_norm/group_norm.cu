@@ -34,20 +34,31 @@ namespace {
 using namespace group_norm;  // NOLINT: this file is a part of it
 
 // Blocks of a processor that have the registers for it, and units of an array that a thread has
-// under way. Fewer blocks with more loads are faster than more blocks with fewer.
-constexpr int kForwardBlocks = 3, kForwardUnits = 4;
-constexpr int kBackwardBlocks = 2, kBackwardUnits = 3;
+// under way. Fewer blocks with more loads are faster than more blocks with fewer, but for these.
+constexpr int ForwardBlocks(int item, bool last) { return item == 2 && !last ? 4 : 3; }
+constexpr int BackwardBlocks(int item, bool last) { return item == 4 && !last ? 3 : 2; }
+constexpr int UnitsOf(int blocks, bool backward, int bytes) {
+  return ((backward ? 5 : 7) - blocks) * (bytes < kUnitBytes ? 2 : 1);
+}
+
+// What ForChannels needs where nothing is loaded.
+struct Nothing {
+  __device__ __forceinline__ int operator()(int, int) const { return 0; }
+  __device__ __forceinline__ void operator()() const {}
+};
 
 // -------------------------------------------------------------------------------------------------
 // Forward
 
 template <typename T, int kBytes, bool kLast>
-__global__ void __launch_bounds__(kThreads, kForwardBlocks)
+__global__ void __launch_bounds__(kThreads, ForwardBlocks(sizeof(T), kLast))
     ForwardKernel(const __grid_constant__ Params<GroupNormForwardCall> p) {
   using B = Block<T, kBytes, kLast>;
   using A = typename B::A;
   using V = typename B::V;
   constexpr int kSize = B::kSize, kChannels = B::kChannels;
+  constexpr int kUnits = UnitsOf(ForwardBlocks(sizeof(T), kLast), false, kBytes);
+  constexpr Nothing nothing;
   __shared__ typename B::Scratch scratch;
   __shared__ double doubles[2][kThreads / kWarpSize];
 
@@ -61,36 +72,54 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
   // The sum with a residual is written first, and then read in place of x.
   T* const sum = call.sum == nullptr ? y : static_cast<T*>(call.sum);
   A* const stored = static_cast<A*>(call.workspace) + b.sample * call.workspace_size;
-  // The first loads are under way while the block reads what it needs for all elements.
+  // The first loads are under way while the block waits for what it needs for all elements.
   const auto load_x = [&](int64_t at, int) {
     return V::template Load<CacheHint::kNoAllocate>(x + at);
   };
-  V started[kForwardUnits];
-  if (r == nullptr) {
-    b.template Start<1>(0, 0, b.units, load_x, started);
-  } else {
-    b.template Prefetch<kForwardUnits / 2>(x, r);
-  }
-  const auto base_of = [&](int group) {
-    const int size = plan.group_channels;
-    const auto element = [&](int channel, int64_t position) {
-      const int64_t at =
-          b.origin + (group * size + channel) * b.channel_step() + position * b.position_step();
-      return ToCompute(x[at]) + (r == nullptr ? A(0) : ToCompute(r[at]));
-    };
-    const A e = element(0, 0), f = element(size / 2, plan.positions / 2),
-            g = element(size - 1, plan.positions - 1);
-    const A base = max(min(e, f), min(max(e, f), g));
-    return base - base == A(0) ? base : A(0);
+  V started[kUnits];
+  struct Prepared {
+    Fetched<T> scale, bias;
+    T x[3], residual[3];  // of the group
   };
-
   const int row = plan.row;
-  b.ForChannels([&](int channel, int group, A* c, bool first) {
-    const A scale = ReadParameter<T>(call.scale, b.first_channel + channel, 1),
-            bias = ReadParameter<T>(call.bias, b.first_channel + channel, 0), base = base_of(group);
-    c[0] = scale, c[row] = bias, c[2 * row] = base;
-    if (first) *b.Group(group) = base;
-  });
+  b.ForChannels(
+      [&](int channel, int group) {
+        Prepared f;
+        f.scale.Load(call.scale, b.first_channel + channel);
+        f.bias.Load(call.bias, b.first_channel + channel);
+        const int size = plan.group_channels;
+        const int64_t first = b.origin + group * size * b.channel_step();
+#pragma unroll
+        for (int k = 0; k < 3; ++k) {
+          const int of = k == 0 ? 0 : k == 1 ? size / 2 : size - 1;
+          const int64_t position = k == 0 ? 0 : k == 1 ? plan.positions / 2 : plan.positions - 1;
+          const int64_t at = first + of * b.channel_step() + position * b.position_step();
+          f.x[k] = x[at];
+          if (r != nullptr) f.residual[k] = r[at];
+        }
+        return f;
+      },
+      [&] {
+        const auto own = b.Find();
+        const auto range = b.template From<1>(own, 0, 0, own.units);
+        if (r == nullptr) {
+          b.Start(range, load_x, started);
+        } else {
+          b.template Prefetch<kUnits / 2>(range, x, r);
+        }
+      },
+      [&](int channel, int group, A* c, const Prepared& f) {
+        A e[3];
+#pragma unroll
+        for (int k = 0; k < 3; ++k) {
+          e[k] = ToCompute(f.x[k]) + (r == nullptr ? A(0) : ToCompute(f.residual[k]));
+        }
+        A base = max(min(e[0], e[1]), min(max(e[0], e[1]), e[2]));
+        if (base - base != A(0)) base = 0;
+        c[0] = f.scale.Value(call.scale, 1), c[row] = f.bias.Value(call.bias, 0);
+        c[2 * row] = base;
+        if (b.IsFirst(channel, group)) *b.Group(group) = base;
+      });
   AwaitBlock<false>();
   A base[1][kChannels];
   const auto add = [&](const V& loaded, int unit, A(&s1)[kSize], A(&s2)[kSize]) {
@@ -105,18 +134,20 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
     }
   };
   const auto sweep = [&](int pass, A(&s1)[kSize], A(&s2)[kSize]) {
-    b.template Read<2>(pass, base);
+    const auto own = b.Find();
+    const auto range = b.template From<1>(own, pass, 0, own.units);
+    b.template Read<2>(own, pass, base);
     if (r == nullptr) {
-      if (pass > 0) b.template Start<1>(pass, 0, b.units, load_x, started);
-      b.template Sweep<1>(pass, 0, b.units, load_x, started,
-                          [&](const V& loaded, int64_t, int unit) { add(loaded, unit, s1, s2); });
+      if (pass > 0) b.Start(range, load_x, started);
+      b.Sweep(range, load_x, started,
+              [&](const V& loaded, int64_t, int unit) { add(loaded, unit, s1, s2); });
       return;
     }
     struct Terms {
       V x, residual;
     };
-    b.template Sweep<kForwardUnits / 2, 1>(
-        pass, 0, b.units,
+    b.template Sweep<kUnits / 2>(
+        range,
         [&](int64_t at, int) {
           return Terms{V::template Load<CacheHint::kNoAllocate>(x + at),
                        V::template Load<CacheHint::kNoAllocate>(r + at)};
@@ -149,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
     if (call.mean != nullptr) static_cast<A*>(call.mean)[at] = statistics[0];
     if (call.rstd != nullptr) static_cast<A*>(call.rstd)[at] = statistics[1];
   });
-  b.ForChannels([&](int, int group, A* c, bool) {
+  b.ForChannels(nothing, nothing, [&](int, int group, A* c, int) {
     A statistics[2];
     B::Get(b.Group(group) + 2, statistics);
     c[0] *= statistics[1];
@@ -158,28 +189,28 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
   });
   AwaitBlock<false>();
   const T* const from = r == nullptr ? x : sum;
+  const auto load = [&](int64_t at, int unit) {
+    return V::Load(unit < plan.kept ? static_cast<const void*>(b.Kept(unit, 1)) : from + at);
+  };
   for (int pass = plan.passes - 1; pass >= 0; --pass) {
+    const auto own = b.Find();
+    const auto range = b.template From<-1>(own, pass, own.units - 1, own.units);
+    b.Start(range, load, started);
     A c[B::kFolds ? 2 : 3][kChannels];
-    b.Read(pass, c);
+    b.Read(own, pass, c);
     ForFormula<T>(call, [&](auto formula) {
       Scaled<decltype(formula)>(c[0], c[1]);
-      b.template Sweep<kForwardUnits, -1>(
-          pass, b.units - 1, b.units,
-          [&](int64_t at, int unit) {
-            return V::Load(unit < plan.kept ? static_cast<const void*>(b.Kept(unit, 1))
-                                            : from + at);
-          },
-          [&](const V& loaded, int64_t at, int) {
-            A z[kSize];
-            loaded.Unpack(z);
+      b.Sweep(range, load, started, [&](const V& loaded, int64_t at, int) {
+        A z[kSize];
+        loaded.Unpack(z);
 #pragma unroll
-            for (int i = 0; i < kSize; ++i) {
-              const int of = kChannels == 1 ? 0 : i;
-              if constexpr (!B::kFolds) z[i] -= c[2][of];
-              z[i] = formula.Value(fma(z[i], c[0][of], c[1][of]));
-            }
-            StoreUnit<CacheHint::kStreaming>(V::Packed(z), y + at);
-          });
+        for (int i = 0; i < kSize; ++i) {
+          const int of = kChannels == 1 ? 0 : i;
+          if constexpr (!B::kFolds) z[i] -= c[2][of];
+          z[i] = formula.Value(fma(z[i], c[0][of], c[1][of]));
+        }
+        StoreUnit<CacheHint::kStreaming>(V::Packed(z), y + at);
+      });
     });
   }
   b.End();
@@ -189,12 +220,14 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
 // Backward
 
 template <typename T, int kBytes, bool kLast>
-__global__ void __launch_bounds__(kThreads, kBackwardBlocks)
+__global__ void __launch_bounds__(kThreads, BackwardBlocks(sizeof(T), kLast))
     BackwardKernel(const __grid_constant__ Params<GroupNormBackwardCall> p) {
   using B = Block<T, kBytes, kLast>;
   using A = typename B::A;
   using V = typename B::V;
   constexpr int kSize = B::kSize, kChannels = B::kChannels;
+  constexpr int kUnits = UnitsOf(BackwardBlocks(sizeof(T), kLast), true, kBytes);
+  constexpr Nothing nothing;
   __shared__ typename B::Scratch scratch;
   __shared__ double doubles[2][kThreads / kWarpSize];
 
@@ -215,44 +248,58 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
     return Loaded{V::template Load<CacheHint::kNoAllocate>(x + at),
                   V::template Load<CacheHint::kNoAllocate>(dy + at)};
   };
-  Loaded started[kBackwardUnits];
-  b.template Start<1>(0, 0, b.units, load, started);
-
+  Loaded started[kUnits];
+  struct Prepared {
+    Fetched<T> scale, bias;
+    A mean, rstd;
+  };
   // z = (x - mean) * factor + bias
   const int row = plan.row;
-  b.ForChannels([&](int channel, int group, A* c, bool first) {
-    const A scale = ReadParameter<T>(call.scale, b.first_channel + channel, 1),
-            bias = ReadParameter<T>(call.bias, b.first_channel + channel, 0), own = rstd[group],
-            shift = mean[group];
-    c[0] = own * scale, c[row] = bias, c[2 * row] = shift, c[3 * row] = scale;
-    if (first) *b.Group(group) = own;
-  });
+  b.ForChannels(
+      [&](int channel, int group) {
+        Prepared f;
+        f.scale.Load(call.scale, b.first_channel + channel);
+        f.bias.Load(call.bias, b.first_channel + channel);
+        f.mean = mean[group], f.rstd = rstd[group];
+        return f;
+      },
+      [&] {
+        const auto own = b.Find();
+        b.Start(b.template From<1>(own, 0, 0, own.units), load, started);
+      },
+      [&](int channel, int group, A* c, const Prepared& f) {
+        const A scale = f.scale.Value(call.scale, 1);
+        c[0] = f.rstd * scale, c[row] = f.bias.Value(call.bias, 0);
+        c[2 * row] = f.mean, c[3 * row] = scale;
+        if (b.IsFirst(channel, group)) *b.Group(group) = f.rstd;
+      });
   AwaitBlock<false>();
   {
     const auto sweep = [&](int pass, A(&s1)[kSize], A(&s2)[kSize]) {
+      const auto own = b.Find();
+      const auto range = b.template From<1>(own, pass, 0, own.units);
       A c[3][kChannels];
-      b.Read(pass, c);
-      if (pass > 0) b.template Start<1>(pass, 0, b.units, load, started);
+      b.Read(own, pass, c);
+      if (pass > 0) b.Start(range, load, started);
       ForFormula<T>(call, [&](auto formula) {
         Scaled<decltype(formula)>(c[0], c[1]);
-        b.template Sweep<1>(pass, 0, b.units, load, started,
-                            [&](const Loaded& loaded, int64_t, int unit) {
-                              A d[kSize], g[kSize];
-                              loaded.x.Unpack(d);
-                              loaded.dy.Unpack(g);
+        b.Sweep(range, load, started, [&](const Loaded& loaded, int64_t, int unit) {
+          A d[kSize], g[kSize];
+          loaded.x.Unpack(d);
+          loaded.dy.Unpack(g);
 #pragma unroll
-                              for (int i = 0; i < kSize; ++i) {
-                                const int of = kChannels == 1 ? 0 : i;
-                                d[i] -= c[2][of];
-                                g[i] = PullOf<T>(formula, fma(d[i], c[0][of], c[1][of]), g[i]);
-                                s1[i] += g[i];
-                                s2[i] = fma(g[i], d[i], s2[i]);
-                              }
-                              if (unit < plan.kept) {
-                                loaded.x.Store(b.Kept(unit, 2));
-                                V::Packed(g).Store(b.Kept(unit, 2) + B::kKeptStride);
-                              }
-                            });
+          for (int i = 0; i < kSize; ++i) {
+            const int of = kChannels == 1 ? 0 : i;
+            d[i] -= c[2][of];
+            g[i] = PullOf<T>(formula, fma(d[i], c[0][of], c[1][of]), g[i]);
+            s1[i] += g[i];
+            s2[i] = fma(g[i], d[i], s2[i]);
+          }
+          if (unit < plan.kept) {
+            loaded.x.Store(b.Kept(unit, 2));
+            V::Packed(g).Store(b.Kept(unit, 2) + B::kKeptStride);
+          }
+        });
       });
     };
     const A* const scale = B::Memory() + 3 * plan.row;
@@ -278,12 +325,11 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
         const int64_t at = b.sample * plan.channels + b.first_channel + channel;
         if (call.dbias != nullptr) static_cast<A*>(call.dbias)[at] = sums[0];
         if (call.dscale != nullptr) {
-          static_cast<A*>(call.dscale)[at] =
-              sums[1] * *b.Group(channel / static_cast<uint32_t>(plan.group_channels));
+          static_cast<A*>(call.dscale)[at] = sums[1] * *b.Group(b.GroupOf(channel));
         }
       });
   // dx = g * factor - (x - mean) * by_x - less
-  b.ForChannels([&](int, int group, A* c, bool) {
+  b.ForChannels(nothing, nothing, [&](int, int group, A* c, int) {
     A averages[2];
     B::Get(b.Group(group) + 2, averages);
     c[3 * row] = averages[1];
@@ -296,8 +342,9 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
   AwaitBlock<false>();
   T* const dx = static_cast<T*>(call.dx);
   for (int pass = plan.passes - 1; pass >= 0; --pass) {
+    const auto own = b.Find();
     A c[5][kChannels];
-    b.Read(pass, c);
+    b.Read(own, pass, c);
     // From x - mean or x, and g.
     const auto write = [&](A(&d)[kSize], const A(&g)[kSize], int64_t at) {
 #pragma unroll
@@ -313,25 +360,26 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
 #pragma unroll
       for (int i = 0; i < kSize && !B::kFolds; ++i) d[i] -= c[2][kChannels == 1 ? 0 : i];
     };
-    const int kept = b.KeptOf(pass);
+    const int kept = b.KeptOf(own, pass);
+    const auto reload = [&](int64_t at, int) { return Loaded{V::Load(x + at), V::Load(dy + at)}; };
+    const auto again = b.template From<-1>(own, pass, own.units - 1, own.units - kept);
+    b.Start(again, reload, started);
     ForFormula<T>(call, [&](auto formula) {
       constexpr A kScale = ScaleOf<decltype(formula)>();
-      b.template Sweep<kBackwardUnits, -1>(
-          pass, b.units - 1, b.units - kept,
-          [&](int64_t at, int) { return Loaded{V::Load(x + at), V::Load(dy + at)}; },
-          [&](const Loaded& loaded, int64_t at, int) {
-            A d[kSize], g[kSize];
-            unpack(loaded, d, g);
+      b.Sweep(again, reload, started, [&](const Loaded& loaded, int64_t at, int) {
+        A d[kSize], g[kSize];
+        unpack(loaded, d, g);
 #pragma unroll
-            for (int i = 0; i < kSize; ++i) {
-              const int of = kChannels == 1 ? 0 : i;
-              g[i] = PullOf<T>(formula, fma(d[i], c[0][of], c[1][of]) * kScale, g[i]);
-            }
-            write(d, g, at);
-          });
+        for (int i = 0; i < kSize; ++i) {
+          const int of = kChannels == 1 ? 0 : i;
+          const A z = fma(d[i], c[0][of], c[1][of]);
+          g[i] = PullOf<T>(formula, z * kScale, g[i]);
+        }
+        write(d, g, at);
+      });
     });
-    b.template Sweep<2, -1>(
-        pass, kept - 1, kept,
+    b.template Sweep<2>(
+        b.template From<-1>(own, pass, kept - 1, kept),
         [&](int64_t, int unit) {
           const char* const place = b.Kept(unit, 2);
           return Loaded{V::Load(place), V::Load(place + B::kKeptStride)};
@@ -349,19 +397,21 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
 // Launches
 
 struct ForwardKernels {
+  static constexpr auto* Blocks = ForwardBlocks;
   template <typename T, int kBytes, bool kLast>
   static auto Of() {
     return KernelOf<GroupNormFamily, ForwardKernel<T, kBytes, kLast>>();
   }
 };
 struct BackwardKernels {
+  static constexpr auto* Blocks = BackwardBlocks;
   template <typename T, int kBytes, bool kLast>
   static auto Of() {
     return KernelOf<GroupNormFamily, BackwardKernel<T, kBytes, kLast>>();
   }
 };
 
-// The limits of the current device, but for `blocks`. Asks one kernel: all have these bounds.
+// The limits of the current device, but for `blocks`. Asks the kernel with the most blocks.
 cudaError_t GetLimits(Limits* limits) {
   static PerDevice<Limits> known;
   return known.Get(limits, [](Limits* found) {
@@ -374,7 +424,7 @@ cudaError_t GetLimits(Limits* limits) {
               .shared_per_processor = device.shared_per_processor,
               .cooperative = device.cooperative};
     const auto kernel =
-        reinterpret_cast<const void*>(ForwardKernels::Of<float, kUnitBytes, true>());
+        reinterpret_cast<const void*>(ForwardKernels::Of<__nv_bfloat16, kUnitBytes, false>());
     const int logs = device.clusters ? kMaxLogCluster : 0;
     for (int log = 0; log <= logs; ++log) {
       for (int blocks = 1; blocks <= kMaxBlocks; ++blocks) {
@@ -392,14 +442,13 @@ cudaError_t GetLimits(Limits* limits) {
 
 // Runs a direction, which keeps `arrays` arrays. `sums` are those of a part in the workspace.
 template <typename Kernels, typename Call>
-cudaError_t Run(const Call& call, int arrays, int64_t sums, int blocks, int alignment,
-                cudaStream_t stream) {
+cudaError_t Run(const Call& call, int arrays, int64_t sums, int alignment, cudaStream_t stream) {
   if (call.samples == 0) return cudaSuccess;
   Limits limits;
   const cudaError_t error = GetLimits(&limits);
   if (error != cudaSuccess) return error;
-  limits.blocks = blocks;
   const int item = static_cast<int>(DTypeSize(call.dtype));
+  limits.blocks = Kernels::Blocks(item, call.inner == 1);
   const Shape shape = {call.samples,    call.groups, call.channels,     call.positions(),
                        call.inner == 1, item,        std::max(item, 4), arrays};
   const Plan plan = MakePlan(shape, alignment, call.workspace_size / sums, limits);
@@ -433,12 +482,12 @@ cudaError_t Run(const Call& call, int arrays, int64_t sums, int blocks, int alig
 }  // namespace
 
 cudaError_t GroupNormForward(const GroupNormForwardCall& call, cudaStream_t stream) {
-  return Run<ForwardKernels>(call, 1, 2 * call.groups, kForwardBlocks,
+  return Run<ForwardKernels>(call, 1, 2 * call.groups,
                              CommonAlignment({call.x, call.residual, call.y, call.sum}), stream);
 }
 
 cudaError_t GroupNormBackward(const GroupNormBackwardCall& call, cudaStream_t stream) {
-  return Run<BackwardKernels>(call, 2, 2 * (call.groups + call.all_channels()), kBackwardBlocks,
+  return Run<BackwardKernels>(call, 2, 2 * (call.groups + call.all_channels()),
                               CommonAlignment({call.dy, call.s, call.dx}), stream);
 }
 

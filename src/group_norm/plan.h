@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/fast_divide.h"
 #include "core/integer.h"
 
 namespace jax_fastops::group_norm {
@@ -22,7 +23,7 @@ inline constexpr int kThreads = 256;
 inline constexpr int kUnitBytes = 16;
 inline constexpr int kMaxLogCluster = 4;
 // Blocks of a processor that have the registers for it, at most.
-inline constexpr int kMaxBlocks = 3;
+inline constexpr int kMaxBlocks = 4;
 // Bytes of shared memory of a block that are not dynamic, and with those that the device takes.
 inline constexpr int kStaticShared = 512, kBlockShared = kStaticShared + 1024;
 // The threads' entries of a channel in the table of sums begin so many entries after those of the
@@ -51,6 +52,8 @@ struct Plan {
   int32_t shared_bytes;  // of a block
   double inverse_size;   // of a group
   bool last, clusters;   // the channels are; the parts of a tile are a cluster
+  // `inner`: width if channels are last, lanes if they are first.
+  FastDivisor by_parts, by_sets, by_inner, by_lanes, by_group_channels;
 
   constexpr int set_channels() const { return set_groups * group_channels; }
   constexpr int unit_channels() const { return last ? unit : 1; }
