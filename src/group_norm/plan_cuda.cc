@@ -17,9 +17,10 @@ void Divide(int groups, int64_t parts, Plan* plan) {
   plan->sets = static_cast<int32_t>(CeilDiv(plan->groups, groups));
   plan->part_units = CeilDiv(plan->units, parts);
   plan->parts = static_cast<int32_t>(CeilDiv(plan->units, plan->part_units));
-  // Channels first, neighboring threads have at least four sectors of a channel.
-  const auto widest =
-      plan->last ? kThreads : static_cast<int>(kThreads / std::min<int64_t>(8, plan->part_units));
+  // Channels first, neighboring threads have at least four sectors of a channel, but of a short one
+  // a thread has four units, so that several loads are under way.
+  const auto least = std::clamp<int64_t>(plan->part_units / 4, 1, 8);
+  const auto widest = plan->last ? kThreads : static_cast<int>(kThreads / least);
   plan->passes = static_cast<int32_t>(CeilDiv(plan->slots(), widest));
   plan->width = static_cast<int32_t>(CeilDiv(plan->slots(), plan->passes));
   plan->lanes = kThreads / plan->width;
