@@ -1,95 +1,80 @@
 #include "group_norm/plan.h"
 
 #include <algorithm>
-#include <bit>
+#include <cmath>
 #include <cstdint>
-#include <iterator>
 #include <numeric>
 
+#include "core/fast_divide.h"
 #include "core/integer.h"
 
 namespace jax_fastops::group_norm {
 namespace {
 
-// Cycles between the first loads of two blocks of a processor, at most.
-constexpr double kMaxDelay = 3000;
-
 // Completes a plan whose unit and layout are set, for sets of `groups` groups in `parts` parts.
-void Divide(int groups, int64_t parts, bool keep, Plan* plan) {
+void Divide(int groups, int64_t parts, Plan* plan) {
   plan->set_groups = groups;
   plan->sets = static_cast<int32_t>(CeilDiv(plan->groups, groups));
   plan->part_units = CeilDiv(plan->units, parts);
   plan->parts = static_cast<int32_t>(CeilDiv(plan->units, plan->part_units));
-  if (plan->last) {
-    plan->width = std::min(plan->slots(), kThreads);
-    plan->lanes = kThreads / plan->width;
-  } else {
-    // A power of two, so that a thread has a few units of each slot and few lanes are idle.
-    const int most = plan->slots() > kThreads ? 32 : kThreads;
-    int lanes = 1;
-    while (lanes < most && lanes * 8 <= plan->part_units) lanes *= 2;
-    plan->lanes = lanes;
-    plan->width = kThreads / lanes;
-  }
-  plan->passes = static_cast<int32_t>(CeilDiv(plan->slots(), plan->width));
-  plan->kept_units = keep ? static_cast<int32_t>(std::min<int64_t>(
-                                plan->passes * CeilDiv(plan->part_units, plan->lanes), 1 << 20))
-                          : 0;
-  plan->table_channels = static_cast<int32_t>(RoundUp(plan->set_channels(), 4));
-  plan->group_slots = 1;
-  const int size = plan->unit_channels();
-  for (int group = 0; group < std::min(groups, size); ++group) {  // units and groups repeat
-    const int first = group * plan->group_channels, last = first + plan->group_channels - 1;
-    plan->group_slots = std::max(plan->group_slots, last / size - first / size + 1);
-  }
+  // Channels first, neighboring threads have at least four sectors of a channel, but of a short one
+  // a thread has four units, so that several loads are under way.
+  const auto least = std::clamp<int64_t>(plan->part_units / 4, 1, 8);
+  const auto widest = plan->last ? kThreads : static_cast<int>(kThreads / least);
+  plan->passes = static_cast<int32_t>(CeilDiv(plan->slots(), widest));
+  plan->width = static_cast<int32_t>(CeilDiv(plan->slots(), plan->passes));
+  plan->lanes = kThreads / plan->width;
+  if (!plan->last && plan->lanes > 8) plan->lanes -= plan->lanes % 4;
 }
 
-// The blocks of such a plan that are resident by their shared memory, 0 if none fits.
-int Resident(const Plan& plan, const Shape& shape, const Limits& limits) {
-  if (plan.kept_units > 4096) return 0;
-  const int bytes = LayoutOf(plan, shape).bytes;
-  return bytes > limits.shared_per_block ? 0 : limits.shared_per_processor / (bytes + kBlockShared);
+// Sets the shared memory of a block, which keeps the units that there is room for if a processor
+// has `blocks` blocks. False if it has not.
+bool Keep(const Shape& shape, const Limits& limits, int blocks, Plan* plan) {
+  plan->row = static_cast<int32_t>(RoundUp(plan->set_channels(), 4));
+  const int table = 2 * kTableStride * plan->unit_channels();
+  plan->kept_at = static_cast<int32_t>(RoundUp((TableAt(*plan) + table) * shape.accumulator, 16));
+  const int64_t room =
+      std::min(limits.shared_per_block, limits.shared_per_processor / blocks - kBlockShared) -
+      plan->kept_at;
+  if (room < 0) return false;
+  const int64_t bytes = int64_t{kThreads} * plan->unit * shape.item * shape.arrays;
+  // The backward keeps a gradient, of types of 16 bits a rounded one, which a group of a few
+  // elements would show: their gradients almost cancel.
+  const bool few = shape.arrays > 1 && shape.item == 2 && shape.channels * shape.positions <= 8;
+  plan->kept = few ? 0 : static_cast<int32_t>(std::min(room / bytes, plan->thread_units()));
+  plan->shared_bytes = static_cast<int32_t>(plan->kept_at + plan->kept * bytes);
+  return true;
 }
 
-// The bytes of an array that a block keeps.
-double BytesOf(const Plan& plan, const Shape& shape) {
-  return static_cast<double>(plan.part_units) * plan.slots() * plan.unit * shape.item;
-}
-
-// Sets how many clusters are launched: those that are resident if a processor has `resident`
-// blocks. The blocks of a processor start one after the other, when the loads of the one before may
-// have arrived.
-void SetClusters(const Shape& shape, const Limits& limits, int resident, Plan* plan) {
-  plan->tiles = static_cast<int32_t>(shape.samples * plan->sets);
-  const int all =
-      limits.clusters[std::countr_zero(static_cast<uint32_t>(plan->parts))][resident - 1];
-  plan->clusters = all > 0 ? std::min(plan->tiles, all) : plan->tiles;
-  plan->resident = static_cast<int32_t>(std::clamp<int64_t>(
-      CeilDiv(int64_t{plan->clusters} * plan->parts, limits.processors), 1, resident));
-  // On an H200, 15 bytes arrive in a cycle.
-  plan->delay =
-      static_cast<int32_t>(std::min<double>(kMaxDelay, BytesOf(*plan, shape) * shape.arrays / 15));
-}
-
-// An estimate in nanoseconds. In each round, all resident blocks have a tile. They move its
-// elements while they compute, except the first loads, and wait for each other. A thread executes
-// some instructions for each tile, and some for each element.
-double TimeOf(const Plan& plan, const Shape& shape) {
-  // Of a processor of an H200 in a nanosecond: bytes, and instructions of lanes. Blocks use a part
-  // of these: the fewer warps, the more wait.
-  constexpr double kBytes = 30, kInstructions = 224, kUsed[] = {0.22, 0.42, 0.57, 0.7};
-  constexpr double kWait = 3000;
-  static_assert(std::size(kUsed) == kBlocks);
-  const double rounds = static_cast<double>(CeilDiv(plan.tiles, plan.clusters));
-  const int blocks = plan.resident;
-  // Rows that are not whole sectors share some with other blocks.
-  const int row = plan.set_channels() * shape.item;
-  const double sectors = shape.last ? static_cast<double>(RoundUp(row, 32)) / row : 1;
-  const double moves = (shape.arrays + 1) * blocks * BytesOf(plan, shape) * sectors / kBytes;
-  const double once = shape.backward ? 1200 : 1000, each = shape.backward ? 24 : 15;
-  const double computes = blocks * kThreads * (once + each * plan.kept_units * plan.unit) /
-                          (kInstructions * kUsed[blocks - 1]);
-  return rounds * (std::max(moves, computes) + kWait) + moves / 2;
+// An estimate in nanoseconds for a launch with `blocks` blocks on a processor, and `resident` in
+// all. The constants are a fit to the times of all plans of 207 shapes on an H200.
+double TimeOf(const Plan& plan, const Shape& shape, int blocks, int resident) {
+  const bool backward = shape.arrays > 1;
+  // Bytes that arrive at or leave a processor in a nanosecond: at most, and of a block, by the
+  // loads that it has under way.
+  const double most = backward ? 55 : 70, of_block = 40;
+  const double grid = static_cast<double>(shape.samples * plan.sets) * plan.parts;
+  const double used = std::min(grid, static_cast<double>(resident) / blocks);  // processors
+  const double rounds = std::ceil(grid / resident), busiest = std::ceil(grid / used);
+  // Rows of a set begin and end within lines that another block reads, too.
+  const double row = static_cast<double>(plan.set_channels()) * shape.item;
+  const double lines = plan.last && plan.sets > 1 ? (row + 68) / row : 1;
+  const double thread_units = static_cast<double>(plan.thread_units());
+  const double bytes =
+      static_cast<double>(plan.part_units) * plan.slots() * plan.unit * shape.item * lines;
+  // What is read again counts twice: nothing is summed at the same time.
+  const double again = 2 * (1 - plan.kept / thread_units);
+  const double moved = bytes * (shape.arrays * (1 + again) + 1);
+  const double rate = std::min(most, of_block * std::min<double>(busiest, blocks));
+  // What elements take besides. Idle threads of a warp execute as others do.
+  const double computed = thread_units * kThreads * plan.unit * 0.07;
+  // Before the first element, for the sums of a block, and until those of other blocks are there.
+  const double parts = plan.parts, groups = plan.set_groups;
+  const double wait = plan.parts == 1 ? 0
+                      : plan.clusters ? 450 + 66 * parts
+                                      : 1450 + (26 + 0.9 * groups) * parts;
+  const double once = 2000 + 1200 * plan.passes + 4.0 * plan.set_channels() + 50 * groups + wait;
+  return once * rounds + busiest * (moved / rate + computed);
 }
 
 }  // namespace
@@ -120,50 +105,46 @@ Plan MakePlan(const Shape& shape, int alignment, int64_t max_parts, const Limits
   plan.unit_step = shape.last ? plan.channels : plan.unit;
   plan.units = shape.last ? shape.positions : shape.positions / plan.unit;
 
-  // A row of the channels of a set should have kRowBytes.
   const auto sets_of = [&](int64_t groups) {
     return static_cast<int>(
         std::min<int64_t>(RoundUp(std::max<int64_t>(groups, 1), least), shape.groups));
   };
-  int wanted;
-  if (shape.last) {
-    wanted = sets_of(CeilDiv(kRowBytes, shape.channels * shape.item));
-  } else {
-    Divide(1, 1, true, &plan);
-    wanted = sets_of(plan.width / shape.channels);
-  }
-  // The plan that takes the least time by an estimate, of those that keep the elements. What is
-  // kept of types of 16 bits is rounded, which a group of a few elements would show: their
-  // gradients almost cancel.
-  const bool keeps = !shape.backward || shape.item != 2 || shape.channels * shape.positions > 8;
+  // Channels last, all groups of a sample and then halves of them, while rows have a sector;
+  // channels first, those whose channels a block has at once. Of all plans the one that takes the
+  // least time by an estimate.
+  int groups = shape.last ? sets_of(kThreads * plan.unit / shape.channels / least * least)
+                          : sets_of(kThreads / shape.channels);
   Plan best = {};
   double least_time = 0;
-  for (int groups = wanted; keeps; groups = sets_of(groups / 2)) {
-    for (int parts = 1; parts <= limits.max_cluster; parts *= 2) {
-      Divide(groups, parts, true, &plan);
-      if (plan.parts != parts) continue;
-      for (int resident = std::min(Resident(plan, shape, limits), kBlocks); resident >= 1;
-           --resident) {
-        SetClusters(shape, limits, resident, &plan);
-        const double time = TimeOf(plan, shape);
-        const bool more = time == least_time && plan.resident > best.resident;
-        if (best.kept_units == 0 || time < least_time || more) best = plan, least_time = time;
+  const auto consider = [&](int blocks, int log_cluster) {
+    const int resident = limits.resident[log_cluster][blocks - 1];
+    if (resident == 0 || !Keep(shape, limits, blocks, &plan)) return;
+    const double time = TimeOf(plan, shape, blocks, resident);
+    if (best.parts == 0 || time < least_time) best = plan, least_time = time;
+  };
+  for (;; groups = sets_of(groups / 2)) {
+    for (int log = 0; log <= kMaxLogCluster; ++log) {
+      Divide(groups, 1 << log, &plan);
+      plan.clusters = log > 0;
+      for (int blocks = limits.blocks; blocks >= 1 && plan.parts == 1 << log; --blocks) {
+        consider(blocks, log);
       }
     }
-    const bool narrow = shape.last && groups * shape.channels * shape.item < 64;
-    if (groups <= least || narrow) break;
+    // As many as are resident, if a part has some units for each thread.
+    plan.clusters = false;
+    for (int blocks = limits.cooperative ? limits.blocks : 0; blocks >= 1; --blocks) {
+      Divide(groups, 1, &plan);
+      const int64_t share = int64_t{blocks} * limits.processors / (shape.samples * plan.sets);
+      const int64_t parts = std::min({share, plan.thread_units() / 4, max_parts});
+      if (parts > 1) Divide(groups, parts, &plan), consider(blocks, 0);
+    }
+    if (groups <= least || (shape.last && groups * shape.channels * shape.item < 64)) break;
   }
-  if (best.kept_units > 0) return best;
-
-  // Rows as long as the block is wide, and as many blocks as are resident.
-  const int64_t row = int64_t{kThreads} * (shape.last ? plan.unit : 1);
-  const int groups = shape.last ? sets_of(row / shape.channels / least * least) : wanted;
-  Divide(groups, 1, false, &plan);
-  const int64_t parts = CeilDiv(int64_t{kBlocks} * limits.processors, shape.samples * plan.sets);
-  const int64_t most = std::max<int64_t>(1, plan.units * plan.passes / (plan.lanes * 4));
-  Divide(groups, std::max<int64_t>(1, std::min({parts, most, max_parts})), false, &plan);
-  plan.tiles = plan.clusters = static_cast<int32_t>(shape.samples * plan.sets);
-  return plan;
+  const auto by = [](int32_t divisor) { return FastDivisor(static_cast<uint32_t>(divisor)); };
+  best.by_parts = by(best.parts), best.by_sets = by(best.sets);
+  best.by_inner = by(best.last ? best.width : best.lanes), best.by_lanes = by(best.lanes);
+  best.by_group_channels = by(best.group_channels);
+  return best;
 }
 
 }  // namespace jax_fastops::group_norm

@@ -24,21 +24,24 @@ void CheckPlan(Random& random) {
   if (random.Coin()) shape.channels = jax_fastops::RoundUp(shape.channels, 8) % 2048 + 8;
   if (random.Coin()) shape.positions = jax_fastops::RoundUp(shape.positions, 8);
   shape.arrays = 1 + static_cast<int>(random.Below(2));
-  shape.backward = shape.arrays == 2 && random.Coin();
-  const bool clusters = random.Coin();
   const int alignment = 1 << random.Below(5);
-  Limits limits = {132, (clusters ? 226 : 162) << 10, (clusters ? 228 : 164) << 10,
-                   clusters ? 16 : 1};
-  for (auto& sizes : limits.clusters) {
-    for (int& resident : sizes) resident = static_cast<int>(random.Size(200));
-  }
   const int64_t max_parts = random.Size(256);
+  Limits limits = {.processors = static_cast<int>(random.Size(160)),
+                   .blocks = static_cast<int>(random.Size(kMaxBlocks)),
+                   .shared_per_block = (random.Coin() ? 226 : 162) << 10,
+                   .shared_per_processor = 228 << 10,
+                   .cooperative = random.Coin()};
+  const int64_t clusters = random.Below(kMaxLogCluster + 1);
+  for (int log = 0; log <= clusters; ++log) {
+    for (int blocks = 1; blocks <= kMaxBlocks; ++blocks) {
+      limits.resident[log][blocks - 1] = blocks * limits.processors >> log << log;
+    }
+  }
   const Plan plan = MakePlan(shape, alignment, max_parts, limits);
-#define PLAN(condition)                                                                     \
-  CHECK(condition,                                                                          \
-        "%lld x %lld x %lld x %lld, last %d, %d bytes, %d arrays, aligned %d, clusters %d", \
-        (long long)shape.samples, (long long)shape.groups, (long long)shape.channels,       \
-        (long long)shape.positions, shape.last, shape.item, shape.arrays, alignment, clusters)
+#define PLAN(condition)                                                                   \
+  CHECK(condition, "%lld x %lld x %lld x %lld, last %d, %d bytes, %d arrays, aligned %d", \
+        (long long)shape.samples, (long long)shape.groups, (long long)shape.channels,     \
+        (long long)shape.positions, shape.last, shape.item, shape.arrays, alignment)
   PLAN(plan.sets >= 1 && plan.parts >= 1 && plan.passes >= 1);
   PLAN(int64_t{plan.sets} * plan.set_groups >= shape.groups);
   PLAN(int64_t{plan.sets - 1} * plan.set_groups < shape.groups);
@@ -46,27 +49,21 @@ void CheckPlan(Random& random) {
        (plan.parts - 1) * plan.part_units < plan.units);
   PLAN(plan.units * (shape.last ? 1 : plan.unit) == shape.positions);
   PLAN(plan.unit == 1 || alignment % (plan.unit * shape.item) == 0);
-  PLAN(plan.tiles == shape.samples * plan.sets && plan.clusters >= 1 &&
-       plan.clusters <= plan.tiles);
   // Units are whole words in the array, and in each set.
   PLAN((shape.last ? plan.channels : shape.positions) % plan.unit == 0);
   PLAN(!shape.last || plan.sets == 1 || plan.set_channels() % plan.unit == 0);
   PLAN(plan.width * plan.lanes <= kThreads && plan.width >= 1 && plan.lanes >= 1);
   PLAN(plan.passes * plan.width >= plan.slots());
-  // A thread that has several passes has one group, and lanes that are reduced are a power of two.
-  PLAN(plan.passes == 1 || plan.set_groups == 1);
-  PLAN(shape.last || (plan.lanes & (plan.lanes - 1)) == 0);
-  const SharedLayout layout = LayoutOf(plan, shape);
-  PLAN(layout.bytes <= limits.shared_per_block && layout.statistics % 8 == 0);
-  PLAN(layout.kept % 16 == 0 && layout.table % 16 == 0 && layout.coefficients % 16 == 0);
-  PLAN(layout.inbox % 16 == 0 && layout.inbox_bytes % 8 == 0 && layout.group_sums % 8 == 0);
-  PLAN(layout.base % shape.accumulator == 0);
-  if (plan.kept_units > 0) {
-    PLAN(plan.parts <= limits.max_cluster && (plan.parts & (plan.parts - 1)) == 0);
-    PLAN(plan.kept_units >= plan.passes * CeilDiv(plan.part_units, plan.lanes));
-  } else {
-    PLAN(plan.parts <= max_parts);
-  }
+  PLAN(plan.shared_bytes <= limits.shared_per_block);
+  // Blocks that wait for each other run at once: they are a cluster, or all are resident.
+  const int64_t blocks = CeilDiv(shape.samples * plan.sets * plan.parts, limits.processors);
+  PLAN(plan.clusters
+           ? plan.parts > 1 && plan.parts <= 1 << clusters && (plan.parts & (plan.parts - 1)) == 0
+           : plan.parts == 1 ||
+                 (limits.cooperative && plan.parts <= max_parts && blocks <= limits.blocks &&
+                  blocks * (plan.shared_bytes + kBlockShared) <= limits.shared_per_processor));
+  PLAN(plan.kept >= 0 && plan.kept_at % 16 == 0);
+  PLAN(plan.row % 4 == 0 && plan.row >= plan.set_channels() && plan.row >= plan.set_groups);
 }
 
 }  // namespace

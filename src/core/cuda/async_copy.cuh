@@ -87,6 +87,11 @@ __device__ __forceinline__ void AwaitBlock() {
 // Waits for all lanes of the warp.
 __device__ __forceinline__ void AwaitWarp() { __syncwarp(); }
 
+// Starts to load the bytes at `p` into the L2 cache.
+__device__ __forceinline__ void PrefetchToL2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));
+}
+
 // An mbarrier in shared memory, on which bulk copies and stores from other blocks complete.
 struct Barrier {
   uint64_t bits;

@@ -56,6 +56,13 @@ __device__ __forceinline__ uint32_t AddressInBlock(const void* p, [[maybe_unused
   return address;
 }
 
+// What `p`, which is in this block's shared memory, is in block `block` of the cluster.
+template <typename T>
+__device__ __forceinline__ const T* InBlock(const T* p, [[maybe_unused]] int block) {
+  if constexpr (kHopper) asm("mapa.u64 %0, %0, %1;" : "+l"(p) : "r"(block));
+  return p;
+}
+
 // Stores a value of 4 or 8 bytes at `to`, and counts its bytes on `barrier` when it is there. Both
 // are addresses in the shared memory of a block of the cluster. Only for launches with clusters.
 template <typename A>
@@ -179,6 +186,25 @@ __device__ __forceinline__ void ReduceNeighbors(Op op, A (&values)[kCount], int 
 #pragma unroll
   for (int i = 0; i < kCount; ++i) values[i] = scratch[i][other];
   Butterfly(op, values, warps);
+}
+
+// Waits for all threads of a cooperative launch, or of the cluster.
+__device__ __forceinline__ void AwaitGrid() { cooperative_groups::this_grid().sync(); }
+__device__ __forceinline__ void AwaitCluster() {
+  if constexpr (kHopper) {
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;" ::
+            : "memory");
+  }
+}
+// A block whose shared memory others read stays until all have read it: all threads of the cluster
+// call the first one after their last access, and the second one before they exit.
+__device__ __forceinline__ void EndClusterReads() {
+  if constexpr (kHopper) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void AwaitClusterReads() {
+  if constexpr (kHopper) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // A barrier that no data needs: it keeps the warps of a block close together, for what they find in
@@ -402,48 +428,6 @@ struct ClusterSum {
       Butterfly(Sum(), sum, 32);
       sums[i] = sum[0];
     }
-  }
-};
-
-// Values that the blocks of a cluster send each other, turn by turn, without a cluster barrier,
-// which would make all earlier writes visible. In shared memory, at the same address in every
-// block. Turns have two buffers, which the caller has: a block may be ahead by a turn, and not by
-// two. So each turn, every block sends to every block, and reads a buffer before its block's last
-// barrier before it sends in the next turn. Without clusters, plain stores and a barrier of the
-// block.
-struct ClusterInbox {
-  Barrier complete[2];
-
-  // All threads of the cluster call this once, and Open before the first Send.
-  __device__ __forceinline__ void Begin() {
-    if constexpr (kHopper) {
-      if (threadIdx.x < 2) complete[threadIdx.x].Init(1);
-      Barrier::PublishInit();
-      if (BlocksOfCluster() > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");
-    }
-  }
-  __device__ __forceinline__ void Open() const {
-    if constexpr (kHopper) {
-      if (BlocksOfCluster() > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-    }
-  }
-
-  // Sends `value` to where `to` is in block `block`.
-  template <typename A>
-  __device__ __forceinline__ void Send(A* to, A value, int block, int turn) {
-    if (!kHopper || BlocksOfCluster() == 1) {
-      *to = value;
-    } else {
-      SendToBlock(AddressInBlock(to, block), value, AddressInBlock(&complete[turn & 1], block));
-    }
-  }
-
-  // Waits until `bytes` bytes, which is all that this block gets in the turn, have arrived. All
-  // threads of the block call it.
-  __device__ __forceinline__ void Await(int bytes, int turn) {
-    if (!kHopper || BlocksOfCluster() == 1) return __syncthreads();
-    if (threadIdx.x == 0) complete[turn & 1].ArriveAndExpect(bytes);
-    complete[turn & 1].Wait(turn >> 1 & 1);
   }
 };
 
