@@ -49,11 +49,7 @@ import jax_fastops as fo
 from jax_fastops.autofuse import RULES, Rule, _kept, _meaning, _pattern
 from jax_fastops.autofuse._pattern_rule import PatternRule
 
-
-@pytest.fixture(autouse=True)
-def native():
-    with fo.use_implementation("native"):
-        yield
+pytestmark = pytest.mark.usefixtures("native")
 
 
 def names(f, *args):
