@@ -298,14 +298,7 @@ def test_dtypes(tmp_path, dtype):
 
 
 def test_shards(tmp_path):
-    tensors = RECORDED.tensors("model")
-    names = sorted(tensors)
-    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, own in files.items():
-        safetensors.save_file({name: tensors[name] for name in own}, tmp_path / file)
-    index = {name: file for file, own in files.items() for name in own}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    shutil.copy(DATA / "model" / "config.json", tmp_path)
+    RECORDED.divided("model", tmp_path)
     assert_same(bert_checkpoint.load(tmp_path)[1], bert_checkpoint.load(DATA / "model")[1])
 
 

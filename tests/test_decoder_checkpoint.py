@@ -379,14 +379,7 @@ def test_save(tmp_path, name, scan):
 
 
 def test_several_files(tmp_path):
-    tensors = RECORDED.tensors("llama")
-    names = sorted(tensors)
-    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, own in files.items():
-        safetensors.save_file({name: tensors[name] for name in own}, tmp_path / file)
-    index = {name: file for file, own in files.items() for name in own}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    shutil.copy(DATA / "llama" / "config.json", tmp_path)
+    RECORDED.divided("llama", tmp_path)
     found, wanted = (decoder_checkpoint.load(path) for path in (tmp_path, DATA / "llama"))
     assert found[0] == wanted[0] and same(found[1], wanted[1])
 

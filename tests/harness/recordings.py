@@ -41,6 +41,15 @@ class Recordings:
         """The checkpoint's tensors."""
         return safetensors.numpy.load_file(self.folder / name / "model.safetensors")
 
+    def divided(self, name: str, into: Path) -> None:
+        """Writes the checkpoint with its tensors in two files."""
+        tensors, index = sorted(self.tensors(name).items()), {}
+        for file, own in ("a.safetensors", tensors[::2]), ("b.safetensors", tensors[1::2]):
+            safetensors.numpy.save_file(dict(own), into / file)
+            index |= dict.fromkeys(dict(own), file)
+        (into / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        shutil.copy(self.folder / name / "config.json", into)
+
     def gradients(self, name: str, into: Path, **options: Any) -> dict:
         """Loads recorded gradients like parameters: they have the same tensor names."""
         shutil.copy(self.folder / name / "config.json", into)
