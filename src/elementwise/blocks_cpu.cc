@@ -130,11 +130,6 @@ struct SumState {
   int64_t held_depth;     // how many values have been added together
 };
 
-struct Scratch {
-  alignas(64) char in[kMaxInputs][kTile * 8];
-  alignas(64) char out[kMaxOutputs][kTile * 8];
-};
-
 class Piece {
  public:
   Piece(const Plan& plan, int64_t piece) : plan_(plan), kernels_(Kernels()) {
@@ -159,10 +154,10 @@ class Piece {
       const int64_t done = begin_ % sum.slice_blocks;
       state.begun = done == 0 ? nullptr : workspace;
       state.slice = done == 0 ? workspace + sum.size : workspace;
-      state.blocks_left = sum.slice_blocks - done;
       state.held_to = nullptr;
       workspace += 2 * sum.size;
       Begin(i);
+      state.blocks_left -= done;
     }
   }
 
@@ -170,17 +165,13 @@ class Piece {
     for (int64_t block = begin_;;) {
       const bool last = plan_.chunk_loop < 0 || index_[plan_.chunk_loop] == plan_.chunks - 1;
       Block(plan_.inside * (last ? plan_.last_chunk : plan_.chunk));
-      bool complete[kMaxOutputs] = {};
       for (int i = 0; i < plan_.sums; ++i) {
-        complete[i] = --state_[i].blocks_left == 0;
-        if (complete[i]) End(i);
+        if (--state_[i].blocks_left == 0) End(i);
       }
       if (++block == end_) break;
       Advance();
       for (int i = 0; i < plan_.sums; ++i) {
-        if (!complete[i]) continue;
-        state_[i].blocks_left = plan_.sum[i].slice_blocks;
-        Begin(i);
+        if (state_[i].blocks_left == 0) Begin(i);
       }
     }
     for (int i = 0; i < plan_.sums; ++i) Flush(i);
@@ -203,6 +194,7 @@ class Piece {
   void Begin(int i) {
     SumState& state = state_[i];
     std::memset(state.slice, 0, static_cast<size_t>(plan_.sum[i].size) * sizeof(double));
+    state.blocks_left = plan_.sum[i].slice_blocks;
     state.offset = offset_[plan_.sum[i].slot];
     state.chunk = plan_.chunk_loop < 0 ? 0 : index_[plan_.chunk_loop];
   }
@@ -248,7 +240,7 @@ class Piece {
     state.held_to = nullptr;
     const int type = plan_.accumulator, at = plan_.sum[i].slot;
     const Slot& s = plan_.slot[at];
-    const char* const values = scratch_.out[at - plan_.inputs];
+    const char* const values = out_[at - plan_.inputs];
     if (s.pattern == Pattern::kSplat) {
       *to += kernels_.sum[type](values, WidthOf(s, state.held_n));
     } else if (s.pattern == Pattern::kRows) {
@@ -268,7 +260,7 @@ class Piece {
       const int at = plan_.inputs + i;
       const Slot& s = plan_.slot[at];
       if (s.data != nullptr && plan_.sum_of[i] < 0 && s.pattern == Pattern::kRows) {
-        ScatterBits(reinterpret_cast<uint8_t*>(scratch_.out[i]), plan_.Rows(s, n), s.byte_rows,
+        ScatterBits(reinterpret_cast<uint8_t*>(out_[i]), plan_.Rows(s, n), s.byte_rows,
                     reinterpret_cast<uint8_t*>(s.At(offset_[at])));
       }
     }
@@ -280,16 +272,12 @@ class Piece {
     array.wide = s.storage == Storage::kWide;
     if (s.data == nullptr) return array;
     char* const from = s.At(offset_[i]);
-    if (s.pattern == Pattern::kDense) {
+    if (s.pattern == Pattern::kDense || s.pattern == Pattern::kPeriod) {
       array.data = from;
+      if (s.pattern == Pattern::kPeriod) array.mask = s.period - 1;
       return array;
     }
-    if (s.pattern == Pattern::kPeriod) {
-      array.data = from;
-      array.mask = s.period - 1;
-      return array;
-    }
-    array.data = scratch_.in[i];
+    array.data = in_[i];
     if (s.pattern == Pattern::kSplat) {
       array.mask = 0;
       if (from != last_[i]) kernels_.splat[s.SizeIndex()](from, array.data);
@@ -321,7 +309,7 @@ class Piece {
     BlockArray array;
     if (s.data == nullptr) return array;
     if (plan_.sum_of[i] >= 0 || s.pattern == Pattern::kRows) {
-      array.data = scratch_.out[i];
+      array.data = out_[i];
       array.wide = true;
       if (plan_.sum_of[i] >= 0) Hold(plan_.sum_of[i], n, &array);
       return array;
@@ -342,7 +330,8 @@ class Piece {
   int64_t last_n_[kMaxSlots] = {};
   SumState state_[kMaxOutputs];
   bool streamed_ = false;
-  Scratch scratch_;
+  alignas(64) char in_[kMaxInputs][kTile * 8];
+  alignas(64) char out_[kMaxOutputs][kTile * 8];
 };
 
 // Adds up the parts of a slice from several pieces, in the order of the pieces, and writes it.

@@ -200,9 +200,7 @@ void ChooseBlocks(Plan* plan) {
   if (plan->cut == last && plan->chunks > 1) plan->chunk = (plan->chunk + 63) / 64 * 64;
   plan->chunks = (size - 1) / plan->chunk + 1;
   plan->last_chunk = size - (plan->chunks - 1) * plan->chunk;
-  for (int i = 0; i < plan->slots; ++i) {
-    SetPattern(*plan, &plan->slot[i]);
-  }
+  for (int i = 0; i < plan->slots; ++i) SetPattern(*plan, &plan->slot[i]);
 }
 
 // The offsets of a block's rows.
