@@ -18,7 +18,7 @@ from jax_fastops.models import decoder
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
-from harness.recordings import Recordings  # noqa: E402
+from harness.recordings import Recordings, content  # noqa: E402
 
 from jax_fastops.models import _checkpoint_files, decoder_checkpoint  # noqa: E402
 from jax_fastops.models._decoder_types import TYPES  # noqa: E402
@@ -490,7 +490,7 @@ def test_load_under_strict_settings():
 
 
 def test_former_names_of_rope(tmp_path):
-    config = json.loads((DATA / "llama" / "config.json").read_text())
+    config = content(DATA / "llama")
     rope = config["rope_parameters"]
     theta = rope.pop("rope_theta")
     rope["type"] = rope.pop("rope_type")
@@ -594,10 +594,6 @@ def another(folder, name: str, **changes):
         (folder / file).write_text(f"content of {file}")
     (folder / "tokenizer_files").mkdir()
     return decoder_checkpoint.load(folder)
-
-
-def content(folder, file: str = "config.json") -> dict:
-    return json.loads((folder / file).read_text())
 
 
 @pytest.mark.parametrize("place", ["made", "like"])

@@ -12,6 +12,11 @@ import safetensors.numpy
 DATA = Path(__file__).resolve().parents[1] / "data"
 
 
+def content(folder: Path, file: str = "config.json") -> dict:
+    """Of a checkpoint's JSON file."""
+    return json.loads((folder / file).read_text())
+
+
 class Recordings:
     """The recordings of a family of models.
 
@@ -59,7 +64,7 @@ class Recordings:
     def written(self, into: Path, tensors: Any = None, name: str | None = None, **changes) -> Path:
         """Writes a checkpoint with the config and tensors of a recording, and these changes."""
         name = name or self.usual
-        config = json.loads((self.folder / name / "config.json").read_text()) | changes
+        config = content(self.folder / name) | changes
         (into / "config.json").write_text(json.dumps(config))
         tensors = self.tensors(name) if tensors is None else tensors
         safetensors.numpy.save_file(tensors, into / "model.safetensors")
