@@ -30,7 +30,6 @@ import jax_fastops as fo
 import numpy as np
 import optax
 from jax_fastops.models import bert, bert_checkpoint, packing
-from rich.console import Console
 from tokenizers import Tokenizer
 
 import loop
@@ -40,7 +39,7 @@ FIXED = ("batch", "length", "rate", "steps", "accumulate", "seed")  # what the l
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    console = Console(markup=False, emoji=False)  # paths are printed as they are
+    console = loop.console()
     job = FineTuning(options)
     console.print(
         f"{len(job.train)} texts of {len(options.classes)} classes, {len(job.test)} for the test; "
@@ -68,9 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = loop.parser(__doc__)
     add = parser.add_argument
     add("folder", type=Path, metavar="FOLDER", help="a BERT of Hugging Face")
     add("--train", type=Path, required=True, metavar="FILE", help="a label, a tab, a text per line")

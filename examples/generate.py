@@ -8,7 +8,6 @@ FOLDER has ``config.json``, ``model.safetensors`` (or several files of tensors) 
 ends at a token that ``generation_config.json`` or ``config.json`` names.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -25,9 +24,7 @@ import loop
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = loop.parser(__doc__)
     add = parser.add_argument
     add("folder", type=Path, metavar="FOLDER", help="a decoder, such as Llama or Qwen")
     add("prompts", nargs="+", metavar="TEXT", help="texts to continue")

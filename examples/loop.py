@@ -48,6 +48,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 SECONDS = 10.0  # between two lines
+IMAGES = ".jpeg", ".jpg", ".png"  # their suffixes
 OLDER = {"accumulate": 1}  # the values of what older checkpoints do not have in ``made_with``
 DIGESTS = ("text", "train")  # the options of whose files ``made_with`` has a digest
 
@@ -80,7 +81,18 @@ class Job(Protocol):
         """Measures of the state and texts to print, at each checkpoint and at the end."""
 
 
+def console(quiet: bool = False) -> Console:
+    """Prints paths as they are."""
+    return Console(quiet=quiet, markup=False, emoji=False)
+
+
 # ---- options -------------------------------------------------------------------------------------
+
+
+def parser(about: str, **options) -> argparse.ArgumentParser:
+    """The lines of ``about`` stay as they are."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=about, formatter_class=form, **options)
 
 
 def add_options(add, steps: int, every: int = 50) -> None:

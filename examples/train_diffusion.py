@@ -27,13 +27,11 @@ import optax
 from flax import nnx
 from jax import lax
 from PIL import Image, ImageOps
-from rich.console import Console
 
 import loop
 
 CONFIGS = {"small": (32, 16), "base": (32, 64)}  # pixels, channels
 FIXED = ("config", "batch", "rate", "seed")
-SUFFIXES = (".jpeg", ".jpg", ".png")
 DRAWN = 4096  # images
 LAST = 0.98  # time: at 0 there is no noise, at 1 there is nothing else
 SAMPLING = 50  # steps from noise to an image
@@ -127,9 +125,11 @@ def drawn(size: int, seed: int) -> np.ndarray:
 
 def read(folder: Path, size: int) -> np.ndarray:
     """The images of a folder, cut to squares, all in memory."""
-    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES)
+    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in loop.IMAGES)
     if len(paths) < 10:
-        raise ValueError(f"{folder} has {len(paths)} images ({', '.join(SUFFIXES)}); 10 are needed")
+        raise ValueError(
+            f"{folder} has {len(paths)} images ({', '.join(loop.IMAGES)}); 10 are needed"
+        )
     images = []
     for path in paths:
         try:
@@ -142,7 +142,7 @@ def read(folder: Path, size: int) -> np.ndarray:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    console = Console(markup=False, emoji=False)  # paths are printed as they are
+    console = loop.console()
     job = Diffusion(options)
     console.print(
         f"{len(job.images)} images, {len(job.held_out)} for the evaluation; U-Net "
@@ -165,9 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = loop.parser(__doc__)
     add = parser.add_argument
     add("--train", type=Path, metavar="DIR", help="images (default: they are drawn)")
     loop.add_options(add, steps=5000, every=500)

@@ -26,18 +26,16 @@ import numpy as np
 import optax
 from jax_fastops.models import resnet, resnet_checkpoint
 from PIL import Image
-from rich.console import Console
 
 import loop
 
 CONFIGS = {"small": resnet.SMALL, "18": resnet.RESNET18, "50": resnet.RESNET50}
 FIXED = ("config", "batch", "size", "rate", "steps", "seed")
-SUFFIXES = (".jpeg", ".jpg", ".png")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    console = Console(markup=False, emoji=False)  # paths are printed as they are
+    console = loop.console()
     job = Images(options)
     console.print(
         f"{len(options.train)} images of {len(options.classes)} classes, {len(options.test)} for "
@@ -57,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = loop.parser(__doc__)
     add = parser.add_argument
     add("--train", type=Path, required=True, metavar="DIR", help="a folder for each class")
     add("--test", type=Path, required=True, metavar="DIR", help="likewise")
@@ -94,13 +90,13 @@ def files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
         (path, number)
         for number, name in enumerate(classes)
         for path in sorted((folder / name).rglob("*"))
-        if path.suffix.lower() in SUFFIXES
+        if path.suffix.lower() in loop.IMAGES
     ]
     if not found:
         names = ", ".join(classes) or "none"
         raise ValueError(
-            f"{folder} has no images ({', '.join(SUFFIXES)}) in the folders of the classes, which "
-            f"are those in --train: {names}"
+            f"{folder} has no images ({', '.join(loop.IMAGES)}) in the folders of the classes, "
+            f"which are those in --train: {names}"
         )
     return found
 

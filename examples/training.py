@@ -52,7 +52,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_fastops.models import pipeline, zero
-from rich.console import Console
 
 import loop
 import masked_text
@@ -108,8 +107,7 @@ class Example:
 def main(example: Example, argv: Sequence[str] | None = None) -> int:
     options = parse(example, argv)
     check_equal(options)
-    quiet = jax.process_index() > 0
-    console = Console(quiet=quiet, markup=False, emoji=False)  # paths are printed as they are
+    console = loop.console(quiet=jax.process_index() > 0)
     mesh = data_mesh(options.stages)
     texts = options.texts
     console.print(
@@ -135,11 +133,7 @@ def main(example: Example, argv: Sequence[str] | None = None) -> int:
 
 def parse(example: Example, argv: Sequence[str] | None) -> argparse.Namespace:
     """The options, checked, with the texts. Connects the processes."""
-    parser = argparse.ArgumentParser(
-        description=example.about,
-        epilog=__doc__.partition("\n\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = loop.parser(example.about, epilog=__doc__.partition("\n\n")[2])
     add = parser.add_argument
     loop.add_options(add, steps=300)
     add("--text", type=Path, metavar="PATH", help="a file, or a folder of .md, .rst, .txt files")

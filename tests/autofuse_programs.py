@@ -16,8 +16,8 @@ LABELS = jnp.asarray(RNG.integers(0, 40, (4, 6)))
 IMAGES = jnp.asarray(RNG.standard_normal((2, 5, 5, 8)), jnp.float32)
 
 
-def mean_of(x, axis=-1):
-    return jnp.mean(x, axis, keepdims=True)
+def mean_of(x):
+    return jnp.mean(x, -1, keepdims=True)
 
 
 def by_moments(x, scale, bias):
@@ -167,8 +167,8 @@ def smoothed_z_loss(x, labels, share=0.1, z=0.01):
     return losses + z * jnp.square(log_sum)
 
 
-def capped(x, cap=2.0):
-    return cap * jnp.tanh(x / cap)
+def capped(x):
+    return 2.0 * jnp.tanh(x / 2.0)
 
 
 def wide_product(x, table):

@@ -1,6 +1,5 @@
 """`autofuse`: what is replaced, equal results and gradients, near misses, transformations."""
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -38,7 +37,7 @@ from autofuse_programs import (
     softmax,
     z_loss,
 )
-from harness.compat import JAX_0_8, x64
+from harness.compat import JAX_0_8, strict, x64
 from harness.numerics import of_products
 from harness.programs import targets_of
 from jax.experimental import io_callback
@@ -49,11 +48,7 @@ import jax_fastops as fo
 from jax_fastops.autofuse import RULES, Rule, _kept, _meaning, _pattern
 from jax_fastops.autofuse._pattern_rule import PatternRule
 
-
-@pytest.fixture(autouse=True)
-def native():
-    with fo.use_implementation("native"):
-        yield
+pytestmark = pytest.mark.usefixtures("native")
 
 
 def names(f, *args):
@@ -1526,17 +1521,11 @@ def test_the_state_of_the_first_use_does_not_stay(state):
         assert inside == wanted
 
 
-@contextlib.contextmanager
-def both_settings():
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        yield
-
-
 def test_our_own_code_takes_each_setting():
     forget()
     for name in RUNNABLE:
         f, args, found = plain(name)
-        with both_settings():
+        with strict():
             assert names(f, *args) == found, name
             if name in SOME:
                 tolerance = of_products(3e-5) if "linear" in name else 3e-5
@@ -1546,7 +1535,7 @@ def test_our_own_code_takes_each_setting():
 
 
 def test_the_function_of_the_user_is_traced_with_the_settings():
-    with both_settings():
+    with strict():
         for f, message in (
             (lambda x: softmax(x * B), "rank_promotion"),
             (lambda x: softmax(x * jnp.ones(X.shape, jnp.bfloat16)), "dtype_promotion"),

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jax_fastops as fo
 from jax_fastops.autofuse import _attention, _rule
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("native")]
 B, T, N, K, H = 2, 6, 4, 2, 8
 Q, KEY, V = (jax.random.normal(key, (B, T, N, H)) for key in jax.random.split(jax.random.key(0), 3))
 FEW = KEY[:, :, :K], V[:, :, :K]
@@ -28,12 +28,6 @@ ROW, COLUMN = np.arange(T)[:, None], np.arange(T)
 DROPS = jax.random.key(5)
 CAUSAL = {"is_causal": True}
 NO_WIDE_PRODUCT = "jaxlib 0.8 has no product of bfloat16 with a float32 result on the CPU"
-
-
-@pytest.fixture(autouse=True)
-def native():
-    with fo.use_implementation("native"):
-        yield
 
 
 @pytest.fixture

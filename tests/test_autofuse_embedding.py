@@ -46,12 +46,10 @@ FORMS = {
 
 
 @pytest.fixture(autouse=True)
-def native(monkeypatch):
+def without_segment_rule(native, monkeypatch):
     """Without the rule that replaces every gather."""
     rules = [rule for rule in _evaluate.RULES if rule is not SegmentRule]
     monkeypatch.setattr(_evaluate, "RULES", rules)
-    with fo.use_implementation("native"):
-        yield
 
 
 def scatters(step, *args):

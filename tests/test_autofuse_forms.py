@@ -14,14 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 
+pytestmark = pytest.mark.usefixtures("native")
 SCALE, SHIFT = IMAGES[0, 0, 0], IMAGES[0, 0, 1]
 NARROW = jnp.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def native():
-    with fo.use_implementation("native"):
-        yield
 
 
 def check(f, args, found, tolerance=3e-5):

@@ -15,6 +15,7 @@ from test_autofuse import close, left, names, run
 
 import jax_fastops as fo
 
+pytestmark = pytest.mark.usefixtures("native")
 RNG = np.random.default_rng(0)
 WIDTH, CLASSES = 24, 129
 WORDS = 120  # the other classes are padding
@@ -26,12 +27,6 @@ TURNED = LABELS.T  # jaxlib 0.8.0 folds a transposed constant to wrong numbers
 WEIGHTS = jnp.asarray(RNG.random((4, 6)), jnp.float32)
 LINEAR = ["linear_cross_entropy"]
 BF16 = jnp.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def native():
-    with fo.use_implementation("native"):
-        yield
 
 
 def flat(x, last=()):

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 
+pytestmark = pytest.mark.usefixtures("native")
 V = 40
 X = jax.random.normal(jax.random.key(0), (4, 6, V))
 LABELS = jax.random.randint(jax.random.key(1), (4, 6), 0, V)
@@ -23,12 +24,6 @@ W = jax.random.normal(jax.random.key(3), (V, 16)) / 4
 H = jax.random.normal(jax.random.key(4), (4, 6, 16))
 KEY = jax.random.key(7)
 NAME = "cross_entropy of one_hot"
-
-
-@pytest.fixture(autouse=True)
-def native():
-    with fo.use_implementation("native"):
-        yield
 
 
 def report(f, *args, **options):

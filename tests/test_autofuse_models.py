@@ -17,18 +17,12 @@ from harness.numerics import of_products
 
 import jax_fastops as fo
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("native")]
 KINDS = {"norm": "norm", "attention": "attention", "loss": "cross_entropy", "act": "relu|gelu|silu"}
 RNG = np.random.default_rng(0)
 IMAGES = jnp.asarray(RNG.standard_normal((4, 16, 16, 3)), jnp.float32)
 CLASSES = jnp.asarray(RNG.integers(0, 10, 4))
 TOKENS = jnp.asarray(RNG.integers(1, 50, (4, 12)))
-
-
-@pytest.fixture(autouse=True)
-def native():
-    with fo.use_implementation("native"):
-        yield
 
 
 def check(loss, parameters, tolerance=1e-4, /, **has):

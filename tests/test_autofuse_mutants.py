@@ -19,14 +19,9 @@ import jax_fastops as fo
 from jax_fastops.autofuse import PATTERNS
 from jax_fastops.autofuse._pattern import KINDS
 
+pytestmark = pytest.mark.usefixtures("native")
 _DATA = np.random.default_rng(0)
 _NUMBERS = {"eps": 1e-3, "share": 0.9, "smooth": 0.1, "z": 0.01}
-
-
-@pytest.fixture(autouse=True)
-def native():
-    with fo.use_implementation("native"):
-        yield
 
 
 # What is changed ----------------------------------------------------------------------------------

@@ -17,17 +17,12 @@ from jax_fastops.autofuse._evaluate import Plan, Settings
 from jax_fastops.autofuse._graph import Graph, bind
 from jax_fastops.autofuse._regions import regions
 
+pytestmark = pytest.mark.usefixtures("native")
 N = 8
 ROWS = np.random.default_rng(0).uniform(0.5, 1.5, (2, N)).astype(np.float32)
 MATRIX = np.random.default_rng(1).standard_normal((N, N)).astype(np.float32) / 3
 MASK = np.random.default_rng(2).random((N, N)) < 0.7
 LABELS = np.arange(N) * 5 % N
-
-
-@pytest.fixture(autouse=True)
-def native():
-    with fo.use_implementation("native"):
-        yield
 
 
 # Programs -----------------------------------------------------------------------------------------

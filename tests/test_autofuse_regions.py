@@ -92,7 +92,9 @@ def model(layers, x, labels, head):
     return cross_entropy(x @ head, labels)
 
 
-def model_args(count, batch=2, length=8, width=16, heads=2, classes=32, make=shapes):
+def model_args(count, make=shapes):
+    batch, length, width, heads, classes = 2, 8, 16, 2, 32
+
     def one(*sizes):
         return make(sizes)[0]
 

@@ -13,13 +13,7 @@ import jax_fastops as fo
 from jax_fastops._registry import families
 from jax_fastops.autofuse import FuseReport, Missed, Replaced
 
-
-@pytest.fixture(autouse=True)
-def native():
-    with fo.use_implementation("native"):
-        yield
-
-
+pytestmark = pytest.mark.usefixtures("native")
 KEY = jax.random.key(0)
 LABELS = jnp.zeros(X.shape[:2], jnp.int32)
 

@@ -13,13 +13,8 @@ from test_autofuse_linear import BIAS, CLASSES, LABELS, LINEAR, WEIGHTS, W, X, f
 import jax_fastops as fo
 from jax_fastops.linear_cross_entropy import weighted_cross_entropy
 
+pytestmark = pytest.mark.usefixtures("native")
 KEPT = WEIGHTS > 0.3
-
-
-@pytest.fixture(autouse=True)
-def native():
-    with fo.use_implementation("native"):
-        yield
 
 
 def mean(losses, w):

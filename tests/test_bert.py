@@ -145,13 +145,13 @@ def test_init():
     assert not np.any(first == second)
 
 
-def layer_program(config, ops, key=None, backward=False):
+def layer_program(config, ops, backward=False):
     params = bert.shapes(config)["layers"][0]
     x = jax.ShapeDtypeStruct((BATCH, SEQUENCE, config.hidden_size), config.dtype)
     mask = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.bool_)
 
     def layer(params, x, mask):
-        return bert.encoder_layer(params, x, config, mask=mask, key=key, ops=ops)
+        return bert.encoder_layer(params, x, config, mask=mask, ops=ops)
 
     def gradients(params, x, mask):
         y, pullback = jax.vjp(lambda params, x: layer(params, x, mask), params, x)

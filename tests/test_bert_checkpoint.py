@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import shutil
 import sys
 
@@ -20,7 +19,7 @@ from jax_fastops.models import bert
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
-from harness.recordings import Recordings  # noqa: E402
+from harness.recordings import Recordings, content  # noqa: E402
 
 from jax_fastops.models import bert_checkpoint  # noqa: E402
 from jax_fastops.models._bert_types import TYPES  # noqa: E402
@@ -214,9 +213,7 @@ def test_heads(tmp_path, name):
         del wanted["pooler"]
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, wanted)
     bert_checkpoint.save(tmp_path, config, params)
-    ours, theirs = (
-        json.loads((folder / "config.json").read_text()) for folder in (tmp_path, DATA / name)
-    )
+    ours, theirs = content(tmp_path), content(DATA / name)
     assert ours["architectures"] == [architecture]
     for key in ("architectures", "id2label", "label2id"):
         assert ours.get(key) == theirs.get(key)
@@ -225,7 +222,7 @@ def test_heads(tmp_path, name):
 def test_label_names(tmp_path):
     config, params = bert_checkpoint.load(DATA / "sequences")
     bert_checkpoint.save(tmp_path, config, params, label_names=("bad", "fair", "good"))
-    written = json.loads((tmp_path / "config.json").read_text())
+    written = content(tmp_path)
     assert written["id2label"] == {"0": "bad", "1": "fair", "2": "good"}
     assert written["label2id"] == {"bad": 0, "fair": 1, "good": 2}
 
@@ -298,14 +295,7 @@ def test_dtypes(tmp_path, dtype):
 
 
 def test_shards(tmp_path):
-    tensors = RECORDED.tensors("model")
-    names = sorted(tensors)
-    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, own in files.items():
-        safetensors.save_file({name: tensors[name] for name in own}, tmp_path / file)
-    index = {name: file for file, own in files.items() for name in own}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    shutil.copy(DATA / "model" / "config.json", tmp_path)
+    RECORDED.divided("model", tmp_path)
     assert_same(bert_checkpoint.load(tmp_path)[1], bert_checkpoint.load(DATA / "model")[1])
 
 
@@ -462,10 +452,6 @@ def test_no_folder():
 
 
 # ---- a checkpoint like another -------------------------------------------------------------------
-
-
-def content(folder) -> dict:
-    return json.loads((folder / "config.json").read_text())
 
 
 def another(folder, name: str, **changes):
@@ -765,7 +751,7 @@ def test_transformers_reads_what_is_saved(recorder, tmp_path, name, heads):
     if name in ("BertForMaskedLM", "BertForTokenClassification", "BertForQuestionAnswering"):
         del params["pooler"]  # these have none
     bert_checkpoint.save(tmp_path, config, params)
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [name]
+    assert content(tmp_path)["architectures"] == [name]
     cls = getattr(transformers, name)
     model, report = cls.from_pretrained(
         tmp_path, output_loading_info=True, attn_implementation="eager"

@@ -18,7 +18,7 @@ from jax_fastops.models import decoder
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
-from harness.recordings import Recordings  # noqa: E402
+from harness.recordings import Recordings, content  # noqa: E402
 
 from jax_fastops.models import _checkpoint_files, decoder_checkpoint  # noqa: E402
 from jax_fastops.models._decoder_types import TYPES  # noqa: E402
@@ -379,14 +379,7 @@ def test_save(tmp_path, name, scan):
 
 
 def test_several_files(tmp_path):
-    tensors = RECORDED.tensors("llama")
-    names = sorted(tensors)
-    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, own in files.items():
-        safetensors.save_file({name: tensors[name] for name in own}, tmp_path / file)
-    index = {name: file for file, own in files.items() for name in own}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    shutil.copy(DATA / "llama" / "config.json", tmp_path)
+    RECORDED.divided("llama", tmp_path)
     found, wanted = (decoder_checkpoint.load(path) for path in (tmp_path, DATA / "llama"))
     assert found[0] == wanted[0] and same(found[1], wanted[1])
 
@@ -497,7 +490,7 @@ def test_load_under_strict_settings():
 
 
 def test_former_names_of_rope(tmp_path):
-    config = json.loads((DATA / "llama" / "config.json").read_text())
+    config = content(DATA / "llama")
     rope = config["rope_parameters"]
     theta = rope.pop("rope_theta")
     rope["type"] = rope.pop("rope_type")
@@ -601,10 +594,6 @@ def another(folder, name: str, **changes):
         (folder / file).write_text(f"content of {file}")
     (folder / "tokenizer_files").mkdir()
     return decoder_checkpoint.load(folder)
-
-
-def content(folder, file: str = "config.json") -> dict:
-    return json.loads((folder / file).read_text())
 
 
 @pytest.mark.parametrize("place", ["made", "like"])

@@ -1,7 +1,6 @@
 """The harness finds faults: ops with deliberate bugs fail the right checks."""
 
 import dataclasses
-import functools
 
 import hypothesis
 import jax
@@ -530,7 +529,7 @@ def test_the_kernel_whatever_is_set():
 
     caught(kernel_case(op), "kernels")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.export, "export", functools.partial(exported_for_this_platform))
+        patch.setattr(jax.export, "export", exported_for_this_platform)
         caught(kernel_case(op), "export/other_platform")
 
 

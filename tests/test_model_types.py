@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jax_fastops.models import bert, decoder
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
-from harness.recordings import Recordings  # noqa: E402
+from harness.recordings import Recordings, content  # noqa: E402
 
 from jax_fastops.models import bert_checkpoint, decoder_checkpoint  # noqa: E402
 from jax_fastops.models._parameters import stack  # noqa: E402
@@ -29,10 +28,6 @@ DECODERS = [name for name in RECORDED.names if name not in ENCODERS]
 def assert_close(found, wanted) -> None:
     """To 1e-5, also for dtypes that differ from those of the recordings."""
     assert_close_in_norm(found, wanted, 1e-5, dtypes=False)
-
-
-def content(folder) -> dict:
-    return json.loads((folder / "config.json").read_text())
 
 
 def encoded(params, inputs, config) -> dict[str, jax.Array]:

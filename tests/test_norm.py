@@ -18,6 +18,7 @@ from harness.case import FLOAT_DTYPES, NESTED_VARIANT, VARIANT, outputs
 from harness.compat import make_mesh, x64
 from harness.numerics import assert_close, assert_within, normal
 from harness.programs import outputs_and_gradients, targets
+from harness.properties import LENGTHS, SHORT
 from harness.sharding import (
     device_count,
     mesh_for,
@@ -467,14 +468,6 @@ def check_shapes(name, dtype, shapes, given=None, parameters=None, eps=1e-6, ret
         check_one(name, dtype, values, cts, got, gradients, eps, what)
 
 
-LENGTHS = {
-    "1to40": [*range(1, 41)],
-    "to1025": [*(n + d for n in (64, 128, 256, 512, 1024) for d in (-1, 0, 1)), 1000, 1001],
-    "to8191": [2047, 2048, 2049, 4095, 4096, 4097, 8191],
-    "to32769": [16383, 16384, 16385, 32768, 32769],
-    "to100003": [65536, 100003],
-}
-SHORT = {key: LENGTHS[key] for key in ("1to40", "to1025")}
 # With all their arguments, the residual norms compute everything that the other norms compute.
 WHOLE = ("residual_layer_norm", "residual_rms_norm")
 

@@ -62,8 +62,8 @@ print("backend works:", float(jnp.ones(3).sum()), jax.devices()[0].platform)
 """
 
 
-def native_file(package, name):
-    return next(package.glob(f"{name}.*.so"))
+def native_file(package):
+    return next(package.glob("_cpu.*.so"))
 
 
 def test_a_module_built_with_newer_headers_is_refused_and_the_backend_lives(copy_of_package):
@@ -84,7 +84,7 @@ def test_a_module_built_with_newer_headers_is_refused_and_the_backend_lives(copy
 
 
 def test_a_missing_cpu_module_says_what_to_do(copy_of_package):
-    native_file(copy_of_package, "_cpu").unlink()
+    native_file(copy_of_package).unlink()
     done = run(USE_JAX_AFTERWARDS, PYTHONPATH=str(copy_of_package.parent))
     assert "1 jax_fastops: plain JAX runs everywhere: jax_fastops._cpu" in done.stdout, done.stderr
     assert "is missing" in done.stdout and "Reinstall" in done.stdout
@@ -117,7 +117,7 @@ def test_a_checkout_takes_the_installed_kernels(checkout, copy_of_package, insta
     assert lines[0] == "0", done.stdout + done.stderr
     assert lines[-2:] == [
         f"{checkout / '__init__.py'} native",
-        str(native_file(copy_of_package, "_cpu")),
+        str(native_file(copy_of_package)),
     ]
 
 
@@ -143,7 +143,7 @@ def test_kernels_of_another_abi_are_refused(checkout, copy_of_package):
 
 @pytest.mark.parametrize("name", ["_cpu", "_cuda"])
 def test_a_damaged_module_says_what_to_do(copy_of_package, name):
-    suffix = native_file(copy_of_package, "_cpu").name.removeprefix("_cpu")
+    suffix = native_file(copy_of_package).name.removeprefix("_cpu")
     (copy_of_package / f"{name}{suffix}").write_bytes(b"\x7fELF, but no more than that")
     done = run(USE_JAX_AFTERWARDS, PYTHONPATH=str(copy_of_package.parent))
     assert f"jax_fastops.{name} is there but cannot be loaded" in done.stdout, done.stderr

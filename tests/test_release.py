@@ -30,8 +30,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def problems(folder, tag="v7.0.0"):
-    return runpy.run_path(str(CHECK))["problems"](folder, tag)
+def problems(folder):
+    return runpy.run_path(str(CHECK))["problems"](folder, "v7.0.0")
 
 
 def test_a_finished_release_is_publishable(folder):

@@ -37,10 +37,6 @@ def start(name: str) -> dict:
     return params
 
 
-def stacked(params: dict) -> dict:
-    return params | {"layers": jax.tree.map(lambda *a: jnp.stack(a), *params["layers"])}
-
-
 def loss(params, name: str, config):
     if MODELS[name][0] is decoder:
         return decoder.loss(params, TOKENS, config)
@@ -53,7 +49,7 @@ def wanted(name: str):
     value, grads = jax.jit(jax.value_and_grad(loss), static_argnums=(1, 2))(
         start(name), name, MODELS[name][1]
     )
-    return value, stacked(grads)
+    return value, bert.stack_layers(grads)
 
 
 @pytest.mark.jax
@@ -64,7 +60,7 @@ def wanted(name: str):
 def test_groups(native, name, scan):
     """Groups of two layers and of one."""
     plain = dataclasses.replace(MODELS[name][1], scan=scan)
-    params = stacked(start(name)) if scan else start(name)
+    params = bert.stack_layers(start(name)) if scan else start(name)
 
     def kept(config):
         pullback = jax.eval_shape(lambda p: jax.vjp(lambda p: loss(p, name, config), p)[1], params)
@@ -77,7 +73,7 @@ def test_groups(native, name, scan):
     # Two inputs of groups, and what the embeddings and the loss keep.
     assert kept(once) - parameters < (2 + 8) * BATCH * LENGTH * 32 < kept(plain) - parameters
     value, grads = jax.jit(jax.value_and_grad(loss), static_argnums=(1, 2))(params, name, twice)
-    assert_close_in_norm((value, grads if scan else stacked(grads)), wanted(name), 2e-5)
+    assert_close_in_norm((value, grads if scan else bert.stack_layers(grads)), wanted(name), 2e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -24,7 +24,7 @@ from harness import (
 from harness.case import NESTED_VARIANT, VARIANT
 from harness.numerics import assert_close, assert_within, normal
 from harness.programs import equations, residuals, targets, targets_of, value_and_gradient
-from harness.properties import of_any
+from harness.properties import LENGTHS, SHORT, of_any
 from harness.sharding import (
     assert_collectives,
     assert_layout,
@@ -331,16 +331,6 @@ def check_shapes(name, dtype, examples, scale=1.0):
         unit = size + np.abs(np.where(np.isfinite(exact), exact, 0))
         assert_within(y, exact, unit if name == "log_softmax" else unit * exact, what)
         assert_within(dx, *exact_gradient(name, y, dy, axis, where, scale), f"gradient of {what}")
-
-
-LENGTHS = {
-    "1to40": [*range(1, 41)],
-    "to1025": [*(n + d for n in (64, 128, 256, 512, 1024) for d in (-1, 0, 1)), 1000, 1001],
-    "to8191": [2047, 2048, 2049, 4095, 4096, 4097, 8191],
-    "to32769": [16383, 16384, 16385, 32768, 32769],
-    "to100003": [65536, 100003],
-}
-SHORT = {key: LENGTHS[key] for key in ("1to40", "to1025")}
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
@@ -844,6 +834,16 @@ def assert_mask_is_not_expanded(fn, x, where):
     assert sizes and max(sizes) <= where.size
 
 
+def of_mask(name, backward):
+    """The op, or its value and gradient, as a function of x and the mask."""
+
+    def fn(x, w):
+        op = functools.partial(OPS[name], where=w)
+        return value_and_gradient(op)(x, x) if backward else op(x)
+
+    return fn
+
+
 UNEXPANDED = {
     "plain": lambda f: f,
     "x mapped": lambda f: jax.vmap(f, (0, None)),
@@ -862,12 +862,7 @@ def test_a_mask_is_never_expanded(name, transform, backward):
     if "end" in transform:
         where = np.ones((6, 1, 3), bool)
 
-    def fn(x, w):
-        if not backward:
-            return OPS[name](x, where=w)
-        return value_and_gradient(functools.partial(OPS[name], where=w))(x, x)
-
-    assert_mask_is_not_expanded(UNEXPANDED[transform](fn), x, where)
+    assert_mask_is_not_expanded(UNEXPANDED[transform](of_mask(name, backward)), x, where)
 
 
 @pytest.mark.jax
@@ -877,11 +872,7 @@ def test_a_mapped_mask_is_not_expanded(name, backward):
     x = normal(np.random.default_rng(18), (5, 3, 7), np.float32)
     where = np.ones((4, 5, 1, 7), bool)
 
-    def fn(x, w):
-        if not backward:
-            return OPS[name](x, where=w)
-        return value_and_gradient(functools.partial(OPS[name], where=w))(x, x)
-
+    fn = of_mask(name, backward)
     assert_mask_is_not_expanded(jax.vmap(fn, (None, 0)), x, where)
     assert_mask_is_not_expanded(jax.vmap(fn, (None, 1), -1), x, np.moveaxis(where, 0, 1))
 

@@ -286,9 +286,9 @@ def pull(fn):
 BATCHED = [((1, 0), (4, 5)), ((0, 2, 1), (4, 5, 6)), ((2, 0, 1), (4, 5, 6)), ((1, 0, 2), (4, 5, 6))]
 
 
-def with_axis(rng, shape, at, size=3):
+def with_axis(rng, shape, at):
     shape = list(shape)
-    shape.insert(at if at >= 0 else at + len(shape) + 1, size)
+    shape.insert(at if at >= 0 else at + len(shape) + 1, 3)
     return normal(rng, shape, np.float32)
 
 

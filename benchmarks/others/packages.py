@@ -303,11 +303,11 @@ def flaxmodels_gpt2(tiny, dtype):
     return Program(params, (numbers,), loss)
 
 
-def _images(tiny: bool, count: int, size: int = 224, first: bool = False, dtype=jnp.float32):
+def _images(tiny: bool, count: int, size: int = 224, first: bool = False):
     """Images with channels last, or first, and labels."""
     count, size, classes = (2, 32, 10) if tiny else (count, size, 1000)
     shape = (count, 3, size, size) if first else (count, size, size, 3)
-    return normal(shape, dtype), tokens((count,), classes)
+    return normal(shape), tokens((count,), classes)
 
 
 def _label_loss(logits, labels):

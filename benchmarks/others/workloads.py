@@ -24,27 +24,27 @@ class _Weights:
         return jnp.asarray(std * self.rng.standard_normal(shape, np.float32))
 
 
-def _layer_norm(x, scale, bias, eps=1e-5):
+def _layer_norm(x, scale, bias):
     mean = x.mean(-1, keepdims=True)
     variance = ((x - mean) ** 2).mean(-1, keepdims=True)
-    return (x - mean) * lax.rsqrt(variance + eps) * scale + bias
+    return (x - mean) * lax.rsqrt(variance + 1e-5) * scale + bias
 
 
-def _rms_norm(x, scale, eps=1e-6):
+def _rms_norm(x, scale):
     h = x.astype(jnp.float32)
-    h = h * lax.rsqrt(jnp.mean(jnp.square(h), -1, keepdims=True) + eps)
+    h = h * lax.rsqrt(jnp.mean(jnp.square(h), -1, keepdims=True) + 1e-6)
     return (h * scale).astype(x.dtype)
 
 
-def _convolution(x, kernel, stride=1):
+def _convolution(x, kernel):
     numbers = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=numbers)
+    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
 
 
-def _batch_norm(x, scale, bias, eps=1e-5):
+def _batch_norm(x, scale, bias):
     h = x.astype(jnp.float32)
     mean, variance = jnp.mean(h, (0, 1, 2)), jnp.var(h, (0, 1, 2))
-    return ((h - mean) * lax.rsqrt(variance + eps) * scale + bias).astype(x.dtype)
+    return ((h - mean) * lax.rsqrt(variance + 1e-5) * scale + bias).astype(x.dtype)
 
 
 def _rotary(x):
@@ -122,7 +122,7 @@ def _attention_sizes(tiny):
     return (2, 16, 2, 8) if tiny else (8, 1024, 12, 64)  # batch, length, heads, size
 
 
-def _attention_program(tiny, dtype, attend, extra=(), layers=4):
+def _attention_program(tiny, dtype, attend, extra=()):
     """Layers of norm, projections, ``attend(q, k, v, *extra)``, projection, residual."""
     batch, length, heads, size = _attention_sizes(tiny)
     width = heads * size
@@ -132,7 +132,7 @@ def _attention_program(tiny, dtype, attend, extra=(), layers=4):
         kernels = dict(qkv=w(width, 3 * width), out=w(width, width))
         return kernels | dict(scale=jnp.ones(width), bias=w(width, std=0.1), gain=jnp.ones(width))
 
-    params = [layer() for _ in range(1 if tiny else layers)]
+    params = [layer() for _ in range(1 if tiny else 4)]
     x = normal((batch, length, width), dtype)
 
     def loss(params, x, *extra):

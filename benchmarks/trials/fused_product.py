@@ -35,8 +35,8 @@ import numpy as np
 
 from benchmarks import RESULTS, installed
 from benchmarks.cases import fo
-from benchmarks.environment import facts, slug
 from benchmarks.programs import temp_bytes
+from benchmarks.report import Results
 
 bert = installed("jax_fastops.models.bert")
 
@@ -432,14 +432,12 @@ def main() -> None:
     add("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     register(options.modules)
-    found = facts() | {"rows": []}
-    path = options.out / f"fused_product-trial-{slug(found)}.json"
+    results = Results(options.out, "fused_product-trial")
 
     def keep(rows):
         for row in rows:
+            results.add("rows", row)
             print(json.dumps(row), flush=True)
-        found["rows"] += rows
-        path.write_text(json.dumps(found, indent=1))
 
     for name, make in trials().items():
         if name.startswith(tuple(options.trials)):

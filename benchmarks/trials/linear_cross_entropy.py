@@ -29,8 +29,9 @@ import numpy as np
 
 from benchmarks import RESULTS, installed, profile
 from benchmarks.cases import fo, plain_cross_entropy
-from benchmarks.environment import facts, slug
+from benchmarks.environment import facts
 from benchmarks.programs import temp_bytes
+from benchmarks.report import Results
 
 native = installed("jax_fastops._native")
 
@@ -322,14 +323,12 @@ def main() -> None:
     add("--step", type=int, default=0, metavar="LAYERS", help="of a decoder whose step is timed")
     add("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    found = facts("optax") | {"rows": []}
-    path = options.out / f"linear_cross_entropy-trial-{slug(found)}.json"
+    results = Results(options.out, "linear_cross_entropy-trial", **facts("optax"))
 
     def keep(rows):
         for row in rows:
+            results.add("rows", row)
             print(json.dumps(row), flush=True)
-        found["rows"] += rows
-        path.write_text(json.dumps(found, indent=1))
 
     for size in options.sizes:
         keep(of_size(size, options.class_axis, options.forms, options.rounds, options.profile))

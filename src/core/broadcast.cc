@@ -2,6 +2,8 @@
 
 #include <cstddef>
 
+#include "core/strided_index.h"
+
 namespace jax_fastops {
 
 int64_t BroadcastShape::elements() const {
@@ -60,16 +62,10 @@ bool Collapse(std::span<const int64_t> result, const ArrayStrides* strides, int 
   }
   for (size_t i = 0; i < result.size(); ++i) {
     if (result[i] == 1) continue;
-    const int last = shape->rank - 1;
-    bool merges = last >= 0;
-    for (int a = 0; merges && a < arrays;
-         ++a) {  // both strides are 0, or the dimensions are contiguous
-      merges = shape->stride[a][last] == strides[a].at[i] * result[i];
-    }
-    if (!merges && shape->rank == kMaxBroadcastRank) return false;
-    const int at = merges ? last : shape->rank++;
-    shape->size[at] = result[i] * (merges ? shape->size[at] : 1);
-    for (int a = 0; a < arrays; ++a) shape->stride[a][at] = strides[a].at[i];
+    int64_t steps[kMaxBroadcastArrays];
+    for (int a = 0; a < arrays; ++a) steps[a] = strides[a].at[i];
+    if (!AppendDim(result[i], steps, arrays, &shape->rank, shape->size, shape->stride))
+      return false;
   }
   return true;
 }

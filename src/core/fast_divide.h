@@ -1,33 +1,30 @@
-// Division by divisors that only the host knows, as multiplication and shift. The device side is
+// Division by divisors that only the host knows: the high half of a product, and a shift. A GPU has
+// no instruction for it: a plain division takes about twenty instructions. The device side is
 // core/cuda/divide.cuh.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 namespace jax_fastops {
 
-// Division of n < 2^31 by a divisor that only the host knows: the high half of a product, and a
-// shift. A GPU has no instruction for it: a plain division takes about twenty instructions.
-//
-// Exact for 0 <= n < 2^31 and 1 <= divisor < 2^31 (Granlund and Montgomery, "Division by invariant
-// integers using multiplication").
-struct FastDivisor {
-  uint32_t divisor = 1;
-  uint32_t multiplier = 0;  // ceil(2^(32 + shift) / divisor); unused for divisor 1
-  uint32_t shift = 0;
+// Exact for 0 <= n < 2^(b - 1) and 1 <= divisor < 2^(b - 1), where Word has b bits, and Wide has
+// twice as many (Granlund and Montgomery, "Division by invariant integers using multiplication").
+template <typename Word, typename Wide>
+struct FastDivisorOf {
+  Word divisor = 1;
+  Word multiplier = 0;  // ceil(2^(b + shift) / divisor); unused for divisor 1
+  uint32_t shift = 0;   // ceil(log2(divisor)) - 1, so the multiplier is below 2^b
 
-  FastDivisor() = default;
-  explicit FastDivisor(uint32_t d);
+  FastDivisorOf() = default;
+  explicit FastDivisorOf(Word d) : divisor(d) {
+    if (d == 1) return;  // the device code tests for it
+    shift = static_cast<uint32_t>(std::bit_width(d - 1)) - 1;
+    multiplier = static_cast<Word>(((Wide{1} << (8 * sizeof(Word) + shift)) + d - 1) / d);
+  }
 };
 
-// The same for 0 <= n < 2^63 and 1 <= divisor < 2^63.
-struct FastDivisor64 {
-  uint64_t divisor = 1;
-  uint64_t multiplier = 0;
-  uint32_t shift = 0;
-
-  FastDivisor64() = default;
-  explicit FastDivisor64(uint64_t d);
-};
+using FastDivisor = FastDivisorOf<uint32_t, uint64_t>;
+using FastDivisor64 = FastDivisorOf<uint64_t, unsigned __int128>;
 
 }  // namespace jax_fastops

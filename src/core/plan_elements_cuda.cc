@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "core/integer.h"
+#include "core/strided_index.h"
 
 namespace jax_fastops::cuda {
 namespace {
@@ -25,13 +26,7 @@ bool Fits(const BroadcastShape& shape, int array, uint32_t planes) {
 
 void DimSet::Add(int64_t its_size, const int64_t* strides, int arrays) {
   length *= its_size;
-  bool merges = rank > 0;
-  for (int a = 0; merges && a < arrays; ++a) {
-    merges = stride[a][rank - 1] == strides[a] * its_size;
-  }
-  const int at = merges ? rank - 1 : rank++;
-  size[at] = merges ? size[at] * its_size : its_size;
-  for (int a = 0; a < arrays; ++a) stride[a][at] = strides[a];
+  AppendDim(its_size, strides, arrays, &rank, size, stride);
 }
 
 bool DimSet::IsFixed(int a) const {

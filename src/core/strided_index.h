@@ -1,9 +1,25 @@
-// From a row-major index to an offset in an array that is broadcast along some dimensions.
+// Dimensions and strides of arrays that are broadcast, and offsets from row-major indices.
 #pragma once
 
 #include <stdint.h>
 
 namespace jax_fastops {
+
+// Appends a dimension of several arrays to `*rank` ones, major to minor, or merges it into the last
+// one if all strides allow it. False if there is no room.
+template <int kMaxRank>
+bool AppendDim(int64_t size, const int64_t* strides, int arrays, int* rank, int64_t* sizes,
+               int64_t (*all_strides)[kMaxRank]) {
+  bool merges = *rank > 0;
+  for (int a = 0; merges && a < arrays; ++a) {  // contiguous, or both strides are 0
+    merges = all_strides[a][*rank - 1] == strides[a] * size;
+  }
+  if (!merges && *rank == kMaxRank) return false;
+  const int at = merges ? *rank - 1 : (*rank)++;
+  sizes[at] = merges ? sizes[at] * size : size;
+  for (int a = 0; a < arrays; ++a) all_strides[a][at] = strides[a];
+  return true;
+}
 
 // Sizes, major to minor, and strides in the array: 0 along a dimension in which it is broadcast.
 // Adjacent dimensions are merged if possible, and sizes of 1 are left out, so an index that does
@@ -18,16 +34,7 @@ struct StridedIndex {
   bool Add(const int64_t* sizes, const int64_t* strides, int dimensions) {
     for (int i = 0; i < dimensions; ++i) {
       if (sizes[i] == 1) continue;
-      const int last = rank - 1;
-      if (last >= 0 && stride[last] == strides[i] * sizes[i]) {  // or both 0
-        size[last] *= sizes[i];
-        stride[last] = strides[i];
-      } else if (rank < kMaxRank) {
-        size[rank] = sizes[i];
-        stride[rank++] = strides[i];
-      } else {
-        return false;
-      }
+      if (!AppendDim(sizes[i], strides + i, 1, &rank, size, &stride)) return false;
     }
     if (rank == 1 && stride[0] == 0) rank = 0;
     return true;

@@ -1,17 +1,11 @@
-// The element-wise engine: plans the blocks, makes dense copies of broadcast operands, and sums
-// gradients.
+// The element-wise engine: runs the blocks of a plan (blocks_plan.h), makes dense copies of
+// broadcast operands, and sums gradients.
 //
-// A block is a run of indices of one dimension (the cut dimension), with all dimensions inside of
-// it. So a block is contiguous in the result, and lies in a short range of each operand. Kernels
-// see only dense blocks. If an operand is broadcast within a block, a dense copy is made on the
-// stack, with a table of offsets that is computed once per call. So short dimensions, in any
+// Kernels see only dense blocks. If an operand is broadcast within a block, a dense copy is made on
+// the stack, with a table of offsets that is computed once per call. So short dimensions, in any
 // number, cost a few instructions per element, and long dimensions cost nothing. If a block's
 // output is a gradient that must be summed, it stays on the stack too. The values of a few blocks
 // are added up there, and are then added to sums in double.
-//
-// A stride of an input other than 0 may be larger than in a dense array, for example if the array
-// has several copies along a dimension and only one is read. The elements between neighbors are
-// skipped. Outputs have no such gaps.
 //
 // The blocks are ordered as in nested loops, and threads take pieces of this order. The sums of a
 // gradient are complete when the outermost loop over which it is summed ends. Until then they are
@@ -19,8 +13,6 @@
 // Its part of such a slice is stored separately, and these parts are added up at the end, in the
 // order of the pieces. So the order of all additions depends only on the shape and the number of
 // threads.
-//
-// Long because planning, iteration and sums share one description of the loops.
 #include "elementwise/blocks_cpu.h"
 
 #include <algorithm>
@@ -29,362 +21,17 @@
 
 #include "core/cpu/dtype.h"
 #include "core/cpu/stream.h"
-#include "core/integer.h"
+#include "elementwise/blocks_plan.h"
 
 namespace jax_fastops::cpu {
+namespace blocks {
 namespace {
 
-// The maximum number of elements in a block, if parts of it are on the stack, and otherwise. Rows
-// of up to half of kTile are combined into blocks of several rows.
-constexpr int64_t kTile = 1024, kLongTile = 8192;
-constexpr int kTileBytes = static_cast<int>(kTile) * 8;
-constexpr int kMaxLoops = kMaxBroadcastRank + 1, kMaxSlots = kMaxInputs + kMaxOutputs;
-// Up to this many values are added in their own type, before they are added to sums in double. This
-// replaces four conversions and two additions by one vector addition, and its error is no larger
-// than that of the values themselves. If a block is summed to one value, kPartialSums partial sums
-// are kept.
-constexpr int64_t kMostDepth = 8, kPartialSums = 128;
-// The number of sums, in doubles, that fit the L2 cache in addition to other data.
-constexpr int64_t kFewSums = 32 << 10;
-
 FASTOPS_DEFINE_TABLE(Kernels, block_helpers)
-
-// The minimum size of outputs that use streaming stores. It is lower than kStreamBytes (stream.h)
-// because the operands use the caches too, so less of the result would stay there.
-constexpr int64_t kLeastStreamed = int64_t{12} << 20;
-
-// The layout of an array within a block: contiguous; one value; a repeated run of values; any rows.
-enum class Pattern : uint8_t { kDense, kSplat, kPeriod, kRows };
-
-// An array, input or output.
-struct Slot {
-  char* data;
-  Storage storage;
-  int bytes;  // per element; 0 for bits
-  Pattern pattern;
-  int64_t period;  // kPeriod: the number of elements that are repeated
-  int64_t stride[kMaxBroadcastRank];
-  int64_t step[kMaxLoops];
-  const int64_t* offsets;
-  bool byte_rows;                // bits: rows of one byte each, contiguous
-  BlockPermutation permutation;  // if bases is not null
-
-  char* At(int64_t offset) const {
-    return data + (storage == Storage::kBits ? offset / 8 : offset * bytes);
-  }
-};
-
-// An output that is summed.
-struct Sum {
-  int slot;
-  int first;             // outermost loop that is summed over; number of loops if none
-  int64_t slice_blocks;  // number of blocks that are summed into a slice
-  int64_t size;          // number of sums in a slice
-  int64_t step[kMaxLoops];
-  int64_t length, last_length;  // of the gradient in a block, and in a block of the last chunk
-};
-
-struct Plan {
-  int64_t size[kMaxBroadcastRank];
-  int rank;
-
-  int cut;                    // the cut dimension: a block has a run of its indices
-  int64_t chunk, last_chunk;  // lengths of these runs
-  int64_t chunks;
-  int64_t inside;  // elements per index of the cut dimension
-  int loops;
-  int64_t extent[kMaxLoops];
-  int chunk_loop;  // the loop over the chunks; -1 if there is only one chunk
-  int64_t blocks;
-
-  int inputs, slots;
-  Slot slot[kMaxSlots];
-  int sums;
-  Sum sum[kMaxOutputs];
-  int sum_of[kMaxOutputs];   // -1 if the output is not summed
-  bool stream[kMaxOutputs];  // use streaming stores
-
-  DType dtype;
-  int accumulator;  // 0 float, 1 double
-  BlockKernel* kernel;
-
-  int64_t piece_blocks;
-  int64_t sums_per_piece;  // for all slices, twice each
-  double* workspace;
-
-  BlockRows Rows(const Slot& s, int64_t n) const {
-    const int64_t inner = cut == rank - 1 ? n : size[rank - 1];
-    return {s.offsets, n / inner, inner, s.stride[rank - 1]};
-  }
-};
-
-void SetPattern(const Plan& plan, Slot* s) {
-  int64_t dense = 1;      // elements of the dimensions inside of the first one with stride 0
-  bool repeated = false;  // a dimension of stride 0 was found
-  s->pattern = Pattern::kRows;
-  for (int d = plan.rank - 1; d >= plan.cut; --d) {
-    if (plan.size[d] == 1) continue;
-    if (s->stride[d] != (repeated ? 0 : dense)) {
-      if (repeated || s->stride[d] != 0) return;
-      repeated = true;
-    } else if (!repeated) {
-      dense *= plan.size[d];
-    }
-  }
-  if (!repeated) {
-    s->pattern = Pattern::kDense;
-  } else if (s->storage == Storage::kBits) {
-    return;
-  } else if (dense == 1) {
-    s->pattern = Pattern::kSplat;
-  } else if (dense >= kLeastPeriod && (dense & (dense - 1)) == 0) {
-    s->pattern = Pattern::kPeriod;
-    s->period = dense;
-  }
-}
-
-// The range of an operand in `count` indices of the cut dimension, in elements. It may be larger
-// than the number of elements, because strides may have gaps.
-int64_t ReachOf(const Plan& plan, const Slot& s, int64_t count) {
-  int64_t last = (count - 1) * s.stride[plan.cut];
-  for (int d = plan.cut + 1; d < plan.rank; ++d) last += (plan.size[d] - 1) * s.stride[d];
-  return last + 1;
-}
-
-// The number of elements of a gradient in `count` indices of the cut dimension.
-int64_t LengthOf(const Plan& plan, const Slot& s, int64_t count) {
-  int64_t length = s.stride[plan.cut] == 0 ? 1 : count;
-  for (int d = plan.cut + 1; d < plan.rank; ++d) {
-    if (s.stride[d] != 0) length *= plan.size[d];
-  }
-  return length;
-}
-
-void AddSlot(const BroadcastShape& shape, const BlockOperand& operand, Plan* plan) {
-  Slot& s = plan->slot[plan->slots++];
-  const int array = operand.array;
-  s.data = static_cast<char*>(operand.data);
-  s.storage = operand.storage;
-  s.bytes = s.storage == Storage::kBits   ? 0
-            : s.storage == Storage::kWide ? static_cast<int>(AccumulatorSize(plan->dtype))
-                                          : static_cast<int>(ItemSize(plan->dtype));
-  s.offsets = nullptr;
-  s.byte_rows = false;
-  s.permutation = {};
-  int64_t dense = 1;
-  for (int d = plan->rank - 1; d >= 0; --d) {
-    // With rank 0 there is one element, and nothing is broadcast.
-    s.stride[d] = array == kResult || shape.rank == 0 ? dense : shape.stride[array][d];
-    dense *= plan->size[d];
-  }
-}
-
-// A loop over a dimension, with `indices` indices per iteration.
-struct Loop {
-  int dimension;
-  int64_t extent, indices;
-};
-
-// Sets the loops. Leaves out those with one iteration.
-void SetLoops(Plan* plan, const Loop* order, int loops) {
-  plan->loops = 0;
-  plan->chunk_loop = -1;
-  plan->blocks = 1;
-  for (int i = 0; i < loops; ++i) {
-    const Loop& loop = order[i];
-    if (loop.extent == 1) continue;
-    const int l = plan->loops++;
-    plan->extent[l] = loop.extent;
-    plan->blocks *= loop.extent;
-    if (loop.dimension == plan->cut) plan->chunk_loop = l;
-    for (int i_slot = 0; i_slot < plan->slots; ++i_slot) {
-      Slot& s = plan->slot[i_slot];
-      s.step[l] = s.stride[loop.dimension] * loop.indices;
-    }
-  }
-  for (int i = 0; i < plan->sums; ++i) {
-    Sum& sum = plan->sum[i];
-    const Slot& s = plan->slot[sum.slot];
-    sum.length = LengthOf(*plan, s, plan->chunk);
-    sum.last_length = LengthOf(*plan, s, plan->last_chunk);
-    sum.first = 0;
-    while (sum.first < plan->loops && s.step[sum.first] != 0) ++sum.first;
-    sum.slice_blocks = 1;
-    sum.size = sum.length;
-    for (int l = plan->loops - 1; l >= 0; --l) {
-      sum.step[l] = 0;
-      if (l < sum.first) continue;
-      sum.slice_blocks *= plan->extent[l];
-      if (s.step[l] == 0) continue;
-      sum.step[l] = sum.size;
-      sum.size *= plan->extent[l];
-    }
-  }
-}
-
-int64_t SizeOfSums(const Plan& plan) {
-  int64_t size = 0;
-  for (int i = 0; i < plan.sums; ++i) size += plan.sum[i].size;
-  return size;
-}
-
-// The number of values that are kept of a block of n, for a gradient that is summed.
-int64_t WidthOf(const Slot& s, int64_t n) {
-  const int64_t width = s.pattern == Pattern::kSplat    ? kPartialSums
-                        : s.pattern == Pattern::kPeriod ? s.period
-                                                        : n;
-  return std::min(n, width);
-}
-
-// The number of values of a block that are immediately added to sums in double, if the loop over
-// this dimension is innermost.
-int64_t CostOfInnermost(const Plan& plan, int dimension) {
-  int64_t cost = 0;
-  for (int i = 0; i < plan.sums; ++i) {
-    const Slot& s = plan.slot[plan.sum[i].slot];
-    if (s.stride[dimension] != 0) cost += WidthOf(s, plan.chunk * plan.inside);
-  }
-  return cost;
-}
-
-// Chooses the order of the loops. There is a loop over each dimension outside of the cut dimension,
-// and one over the chunks of the cut dimension. The default is the result's order, which suits
-// memory best. If that needs many sums, the dimensions over which the fewest gradients are summed
-// come first. Otherwise, a few iterations of the second innermost loop may move inside of the
-// innermost loop, if then more consecutive blocks add to the same sums.
-void ChooseLoops(Plan* plan) {
-  Loop order[kMaxLoops], other[kMaxLoops];
-  int summed[kMaxLoops] = {}, loops = 0;
-  for (int d = 0; d <= plan->cut; ++d) {
-    const int64_t extent = d == plan->cut ? plan->chunks : plan->size[d];
-    if (extent == 1) continue;
-    for (int i = 0; i < plan->sums; ++i) {
-      summed[d] += plan->slot[plan->sum[i].slot].stride[d] == 0 ? 1 : 0;
-    }
-    order[loops] = other[loops] = {d, extent, d == plan->cut ? plan->chunk : 1};
-    ++loops;
-  }
-  SetLoops(plan, order, loops);
-  const int64_t size = SizeOfSums(*plan);
-  if (size > kFewSums) {
-    std::stable_sort(other, other + loops, [&](const Loop& a, const Loop& b) {
-      return summed[a.dimension] < summed[b.dimension];
-    });
-    SetLoops(plan, other, loops);
-    if (SizeOfSums(*plan) > size / 2) SetLoops(plan, order, loops);
-    return;
-  }
-  if (loops < 2 || loops == kMaxLoops) return;
-  const Loop inner = order[loops - 1], outer = order[loops - 2];
-  if (outer.extent % kMostDepth != 0 ||
-      CostOfInnermost(*plan, outer.dimension) >= CostOfInnermost(*plan, inner.dimension)) {
-    return;
-  }
-  std::copy(order, order + loops, other);
-  other[loops - 2].extent /= kMostDepth;
-  other[loops - 2].indices *= kMostDepth;
-  other[loops] = {outer.dimension, kMostDepth, outer.indices};
-  SetLoops(plan, other, loops + 1);
-  if (SizeOfSums(*plan) > kFewSums) SetLoops(plan, order, loops);
-}
-
-void ChooseBlocks(Plan* plan) {
-  const int last = plan->rank - 1;
-  plan->cut = last;
-  plan->inside = 1;
-  bool on_stack = plan->sums > 0;
-  for (int i = 0; i < plan->slots; ++i) {
-    const Slot& s = plan->slot[i];
-    const bool dense = s.storage == Storage::kBits ? s.stride[last] == 1 : s.stride[last] <= 1;
-    on_stack |= !dense && plan->size[last] > 1;
-  }
-  int64_t most = on_stack ? kTile : kLongTile;
-  if (plan->size[last] <= kTile / 2) {
-    while (plan->cut > 0 && plan->inside * plan->size[plan->cut] <= kTile / 2) {
-      plan->inside *= plan->size[plan->cut--];
-    }
-    if (plan->cut < last) most = kTile;
-  }
-  const int64_t size = plan->size[plan->cut];
-  plan->chunk = std::min(size, std::max<int64_t>(1, most / plan->inside));
-  plan->chunks = (size - 1) / plan->chunk + 1;
-  plan->chunk = (size - 1) / plan->chunks + 1;  // of about equal length
-  // A multiple of 64 elements, so that chunks of all arrays, including bits, begin at whole cache
-  // lines if possible.
-  if (plan->cut == last && plan->chunks > 1) plan->chunk = (plan->chunk + 63) / 64 * 64;
-  plan->chunks = (size - 1) / plan->chunk + 1;
-  plan->last_chunk = size - (plan->chunks - 1) * plan->chunk;
-  for (int i = 0; i < plan->slots; ++i) {
-    SetPattern(*plan, &plan->slot[i]);
-  }
-}
-
-// The offsets of a block's rows.
-void FillOffsets(const Plan& plan, const Slot& s, int64_t* offsets) {
-  if (plan.cut == plan.rank - 1) {
-    offsets[0] = 0;
-    return;
-  }
-  int64_t index[kMaxBroadcastRank] = {}, offset = 0;
-  const int64_t rows = plan.chunk * plan.inside / plan.size[plan.rank - 1];
-  for (int64_t r = 0; r < rows; ++r) {
-    offsets[r] = offset;
-    for (int d = plan.rank - 2; d >= plan.cut; --d) {
-      offset += s.stride[d];
-      if (++index[d] < plan.size[d]) break;
-      offset -= index[d] * s.stride[d];
-      index[d] = 0;
-    }
-  }
-}
-
-// Memory for the tables of an operand.
-struct Tables {
-  int64_t offsets[kTile];
-  uint16_t bases[kTile];
-  uint8_t counts[kTile], indices[kTile];
-};
-
-// Rows of at least this length are copied one by one.
-constexpr int64_t kLongRow = 64;
-
-int SizeIndex(int bytes) { return bytes / 4; }  // of 2, 4, 8
-
-// Sets no permutation if the elements of the operand are too far apart.
-void FillPermutation(const Plan& plan, Slot* s, Tables* tables) {
-  const int64_t inner = plan.size[plan.rank - 1], n = plan.chunk * plan.inside;
-  const int lanes = Kernels().lanes[SizeIndex(s->bytes)];
-  if (lanes == 0 || inner >= kLongRow) return;
-  int64_t all[kTile];
-  int64_t i = 0;
-  for (int64_t r = 0; i < n; ++r) {
-    for (int64_t k = 0; k < inner; ++k, ++i) {
-      all[i] = tables->offsets[r] + k * s->stride[plan.rank - 1];
-    }
-  }
-  for (int64_t v = 0; v * lanes < n; ++v) {
-    const int64_t begin = v * lanes, end = std::min(n, begin + lanes);
-    const int64_t base = *std::min_element(all + begin, all + end);
-    const int64_t count = *std::max_element(all + begin, all + end) - base + 1;
-    if (count > lanes || base > UINT16_MAX) return;
-    tables->bases[v] = static_cast<uint16_t>(base);
-    tables->counts[v] = static_cast<uint8_t>(count);
-    for (i = begin; i < end; ++i) tables->indices[i] = static_cast<uint8_t>(all[i] - base);
-    for (; i < begin + lanes; ++i) tables->indices[i] = 0;
-  }
-  s->permutation = {tables->bases, tables->counts, tables->indices};
-}
 
 // ---- Bits that are not dense --------------------------------------------------------------------
 //
 // Every row begins at a byte, or every bit has its own byte.
-
-// Whether a block's rows are one byte each and contiguous. Then eight rows are `inner` dense bytes.
-bool HasByteRows(const BlockRows& rows) {
-  bool result = rows.inner < 8 && rows.step == 1;
-  for (int64_t r = 0; result && r < rows.rows; ++r) result = rows.offsets[r] == 8 * r;
-  return result;
-}
 
 void GatherBits(const uint8_t* from, const BlockRows& rows, bool byte_rows, uint8_t* dense) {
   std::memset(dense, 0, kTile / 8 + 1);
@@ -483,11 +130,6 @@ struct SumState {
   int64_t held_depth;     // how many values have been added together
 };
 
-struct Scratch {
-  alignas(64) char in[kMaxInputs][kTileBytes];
-  alignas(64) char out[kMaxOutputs][kTileBytes];
-};
-
 class Piece {
  public:
   Piece(const Plan& plan, int64_t piece) : plan_(plan), kernels_(Kernels()) {
@@ -512,10 +154,10 @@ class Piece {
       const int64_t done = begin_ % sum.slice_blocks;
       state.begun = done == 0 ? nullptr : workspace;
       state.slice = done == 0 ? workspace + sum.size : workspace;
-      state.blocks_left = sum.slice_blocks - done;
       state.held_to = nullptr;
       workspace += 2 * sum.size;
       Begin(i);
+      state.blocks_left -= done;
     }
   }
 
@@ -523,17 +165,13 @@ class Piece {
     for (int64_t block = begin_;;) {
       const bool last = plan_.chunk_loop < 0 || index_[plan_.chunk_loop] == plan_.chunks - 1;
       Block(plan_.inside * (last ? plan_.last_chunk : plan_.chunk));
-      bool complete[kMaxOutputs] = {};
       for (int i = 0; i < plan_.sums; ++i) {
-        complete[i] = --state_[i].blocks_left == 0;
-        if (complete[i]) End(i);
+        if (--state_[i].blocks_left == 0) End(i);
       }
       if (++block == end_) break;
       Advance();
       for (int i = 0; i < plan_.sums; ++i) {
-        if (!complete[i]) continue;
-        state_[i].blocks_left = plan_.sum[i].slice_blocks;
-        Begin(i);
+        if (state_[i].blocks_left == 0) Begin(i);
       }
     }
     for (int i = 0; i < plan_.sums; ++i) Flush(i);
@@ -556,6 +194,7 @@ class Piece {
   void Begin(int i) {
     SumState& state = state_[i];
     std::memset(state.slice, 0, static_cast<size_t>(plan_.sum[i].size) * sizeof(double));
+    state.blocks_left = plan_.sum[i].slice_blocks;
     state.offset = offset_[plan_.sum[i].slot];
     state.chunk = plan_.chunk_loop < 0 ? 0 : index_[plan_.chunk_loop];
   }
@@ -601,7 +240,7 @@ class Piece {
     state.held_to = nullptr;
     const int type = plan_.accumulator, at = plan_.sum[i].slot;
     const Slot& s = plan_.slot[at];
-    const char* const values = scratch_.out[at - plan_.inputs];
+    const char* const values = out_[at - plan_.inputs];
     if (s.pattern == Pattern::kSplat) {
       *to += kernels_.sum[type](values, WidthOf(s, state.held_n));
     } else if (s.pattern == Pattern::kRows) {
@@ -621,7 +260,7 @@ class Piece {
       const int at = plan_.inputs + i;
       const Slot& s = plan_.slot[at];
       if (s.data != nullptr && plan_.sum_of[i] < 0 && s.pattern == Pattern::kRows) {
-        ScatterBits(reinterpret_cast<uint8_t*>(scratch_.out[i]), plan_.Rows(s, n), s.byte_rows,
+        ScatterBits(reinterpret_cast<uint8_t*>(out_[i]), plan_.Rows(s, n), s.byte_rows,
                     reinterpret_cast<uint8_t*>(s.At(offset_[at])));
       }
     }
@@ -633,19 +272,15 @@ class Piece {
     array.wide = s.storage == Storage::kWide;
     if (s.data == nullptr) return array;
     char* const from = s.At(offset_[i]);
-    if (s.pattern == Pattern::kDense) {
+    if (s.pattern == Pattern::kDense || s.pattern == Pattern::kPeriod) {
       array.data = from;
+      if (s.pattern == Pattern::kPeriod) array.mask = s.period - 1;
       return array;
     }
-    if (s.pattern == Pattern::kPeriod) {
-      array.data = from;
-      array.mask = s.period - 1;
-      return array;
-    }
-    array.data = scratch_.in[i];
+    array.data = in_[i];
     if (s.pattern == Pattern::kSplat) {
       array.mask = 0;
-      if (from != last_[i]) kernels_.splat[SizeIndex(s.bytes)](from, array.data);
+      if (from != last_[i]) kernels_.splat[s.SizeIndex()](from, array.data);
       last_[i] = from;
     } else if (s.storage == Storage::kBits) {
       GatherBits(reinterpret_cast<uint8_t*>(from), plan_.Rows(s, n), s.byte_rows,
@@ -654,7 +289,7 @@ class Piece {
       // The last block of a chunk loop is shorter. A copy made for it is too short for the next
       // block.
       if (from != last_[i] || n > last_n_[i]) {
-        const int size = SizeIndex(s.bytes);
+        const int size = s.SizeIndex();
         if (s.permutation.bases != nullptr) {
           const int64_t length = ReachOf(plan_, s, n / plan_.inside);
           kernels_.permute[size](from, length, s.permutation, n, array.data);
@@ -674,7 +309,7 @@ class Piece {
     BlockArray array;
     if (s.data == nullptr) return array;
     if (plan_.sum_of[i] >= 0 || s.pattern == Pattern::kRows) {
-      array.data = scratch_.out[i];
+      array.data = out_[i];
       array.wide = true;
       if (plan_.sum_of[i] >= 0) Hold(plan_.sum_of[i], n, &array);
       return array;
@@ -695,7 +330,8 @@ class Piece {
   int64_t last_n_[kMaxSlots] = {};
   SumState state_[kMaxOutputs];
   bool streamed_ = false;
-  Scratch scratch_;
+  alignas(64) char in_[kMaxInputs][kTile * 8];
+  alignas(64) char out_[kMaxOutputs][kTile * 8];
 };
 
 // Adds up the parts of a slice from several pieces, in the order of the pieces, and writes it.
@@ -730,84 +366,15 @@ void FinishSums(const Plan& plan) {
   }
 }
 
-bool IsSummed(const Plan& plan, const Slot& s) {
-  for (int d = 0; d < plan.rank; ++d) {
-    if (s.stride[d] == 0 && plan.size[d] > 1) return true;
-  }
-  return false;
-}
-
-void ChoosePieces(Plan* plan, int64_t elements, int threads) {
-  double bytes = 0;  // total memory traffic
-  for (int i = 0; i < plan->slots; ++i) {
-    const Slot& s = plan->slot[i];
-    if (s.data != nullptr && (s.pattern != Pattern::kSplat || plan->cut < plan->rank - 1)) {
-      bytes += static_cast<double>(s.bytes) * static_cast<double>(elements);
-    }
-  }
-  const int64_t sums = SizeOfSums(*plan);
-  // Every piece clears its slices and adds them up at the end, so large sums get fewer pieces.
-  int64_t pieces = int64_t{threads} * (sums > kFewSums / 8 ? 2 : sums > 0 ? 4 : 8);
-  if (bytes < static_cast<double>(pieces) * static_cast<double>(kParallelBytes)) {
-    pieces = static_cast<int64_t>(bytes / static_cast<double>(kParallelBytes));
-  }
-  if (sums > 0) {  // at most as much memory as the result
-    const int64_t size = static_cast<int64_t>(DTypeSize(plan->dtype));
-    pieces = std::min(pieces, elements * size / (sums * 8) + 1);
-  }
-  if (threads <= 1) pieces = 1;
-  pieces = std::max<int64_t>(1, std::min(pieces, plan->blocks));
-  plan->piece_blocks = (plan->blocks - 1) / pieces + 1;
-  plan->sums_per_piece = 2 * sums;
-}
-
 }  // namespace
+}  // namespace blocks
 
 void RunBlocks(const BroadcastShape& shape, DType dtype, std::span<const BlockOperand> in,
                std::span<const BlockOperand> out, BlockKernel* kernel, Executor& executor) {
-  const int inputs = static_cast<int>(in.size()), outputs = static_cast<int>(out.size());
-  const int64_t elements = shape.elements();
-  if (elements == 0) return;
+  using namespace blocks;
+  if (shape.elements() == 0) return;
   Plan plan;
-  plan.rank = std::max(1, shape.rank);
-  plan.size[0] = 1;
-  for (int d = 0; d < shape.rank; ++d) plan.size[d] = shape.size[d];
-  plan.dtype = dtype;
-  plan.accumulator = dtype == DType::kF64 ? 1 : 0;
-  plan.kernel = kernel;
-  plan.inputs = inputs;
-  plan.slots = plan.sums = 0;
-  for (const BlockOperand& operand : in) AddSlot(shape, operand, &plan);
-  for (int i = 0; i < outputs; ++i) {
-    const int at = plan.slots;
-    AddSlot(shape, out[i], &plan);
-    const Slot& s = plan.slot[at];
-    plan.stream[i] = s.bytes > 0 && ShouldStream(elements * s.bytes, kLeastStreamed);
-    plan.sum_of[i] = -1;
-    if (s.data != nullptr && s.bytes > 0 && IsSummed(plan, s)) {
-      plan.sum_of[i] = plan.sums;
-      plan.sum[plan.sums++].slot = at;
-    }
-  }
-  ChooseBlocks(&plan);
-  Tables tables[kMaxSlots];
-  for (int i = 0; i < plan.slots; ++i) {
-    Slot& s = plan.slot[i];
-    if (s.pattern != Pattern::kRows || s.data == nullptr) continue;
-    FillOffsets(plan, s, tables[i].offsets);
-    s.offsets = tables[i].offsets;
-    if (s.storage == Storage::kBits) {
-      s.byte_rows = HasByteRows(plan.Rows(s, plan.chunk * plan.inside));
-    }
-    if (i < inputs && s.bytes > 0) FillPermutation(plan, &s, &tables[i]);
-  }
-  ChooseLoops(&plan);
-  // No streaming stores if only some blocks begin at a cache line.
-  for (int i = 0; i < outputs; ++i) {
-    const Slot& s = plan.slot[inputs + i];
-    for (int l = 0; l < plan.loops; ++l) plan.stream[i] &= s.step[l] * s.bytes % 64 == 0;
-  }
-  ChoosePieces(&plan, elements, executor.threads());
+  SetPlan(shape, dtype, in, out, kernel, executor.threads(), &plan);
   const int64_t pieces = (plan.blocks - 1) / plan.piece_blocks + 1;
   // Uninitialized: a piece clears the part that it uses.
   const std::unique_ptr<double[]> workspace(

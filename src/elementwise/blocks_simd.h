@@ -1,5 +1,5 @@
-// The interface between the element-wise engine and its kernels, and the helpers of blocks.cc for
-// one instruction set. isa.h says what this header may contain.
+// The interface between the element-wise engine and its kernels, and the helpers of blocks_cpu.cc
+// for one instruction set. isa.h says what this header may contain.
 #pragma once
 
 #include <stdint.h>

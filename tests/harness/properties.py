@@ -22,6 +22,15 @@ from harness.transforms import Expected, kept, oracle
 
 # Shapes in the quick tests, of the first dtype and of others, and in the slow tests.
 QUICK, FEW, MANY = 15, 5, 100
+# Rows of kernels: all short ones, and those near powers of two.
+LENGTHS = {
+    "1to40": [*range(1, 41)],
+    "to1025": [*(n + d for n in (64, 128, 256, 512, 1024) for d in (-1, 0, 1)), 1000, 1001],
+    "to8191": [2047, 2048, 2049, 4095, 4096, 4097, 8191],
+    "to32769": [16383, 16384, 16385, 32768, 32769],
+    "to100003": [65536, 100003],
+}
+SHORT = {key: LENGTHS[key] for key in ("1to40", "to1025")}
 # What hypothesis does. It does not explain failures: that traces each line of Python.
 PHASES = hypothesis.Phase.generate, hypothesis.Phase.shrink
 

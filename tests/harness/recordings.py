@@ -12,6 +12,11 @@ import safetensors.numpy
 DATA = Path(__file__).resolve().parents[1] / "data"
 
 
+def content(folder: Path, file: str = "config.json") -> dict:
+    """Of a checkpoint's JSON file."""
+    return json.loads((folder / file).read_text())
+
+
 class Recordings:
     """The recordings of a family of models.
 
@@ -41,6 +46,15 @@ class Recordings:
         """The checkpoint's tensors."""
         return safetensors.numpy.load_file(self.folder / name / "model.safetensors")
 
+    def divided(self, name: str, into: Path) -> None:
+        """Writes the checkpoint with its tensors in two files."""
+        tensors, index = sorted(self.tensors(name).items()), {}
+        for file, own in ("a.safetensors", tensors[::2]), ("b.safetensors", tensors[1::2]):
+            safetensors.numpy.save_file(dict(own), into / file)
+            index |= dict.fromkeys(dict(own), file)
+        (into / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        shutil.copy(self.folder / name / "config.json", into)
+
     def gradients(self, name: str, into: Path, **options: Any) -> dict:
         """Loads recorded gradients like parameters: they have the same tensor names."""
         shutil.copy(self.folder / name / "config.json", into)
@@ -50,7 +64,7 @@ class Recordings:
     def written(self, into: Path, tensors: Any = None, name: str | None = None, **changes) -> Path:
         """Writes a checkpoint with the config and tensors of a recording, and these changes."""
         name = name or self.usual
-        config = json.loads((self.folder / name / "config.json").read_text()) | changes
+        config = content(self.folder / name) | changes
         (into / "config.json").write_text(json.dumps(config))
         tensors = self.tensors(name) if tensors is None else tensors
         safetensors.numpy.save_file(tensors, into / "model.safetensors")

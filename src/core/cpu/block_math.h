@@ -20,7 +20,7 @@ FASTOPS_INLINE Pair<typename E::A> LoadBlock(Extent extent, const BlockArray& ar
 }
 
 // The same for a backward, with a prefetch of the next block. Nothing is read from memory while
-// blocks.cc sums what the kernel has written, so the prefetch fills that time. A forward sums
+// blocks_cpu.cc sums what the kernel has written, so the prefetch fills that time. A forward sums
 // nothing, and would lose. Arrays on the stack are prefetched although they are in the cache,
 // because this costs less than a condition.
 constexpr int64_t kFetchAhead = 4096;

@@ -540,18 +540,11 @@ FASTOPS_INLINE PairMask<A> LoadMask(Extent, const uint8_t* p, int64_t n) {
   return {{A::FromBytes(p), A::FromBytes(p + A::kLanes)}};
 }
 
-// The number of elements before the first whole cache line of p, at most n.
-template <typename E>
-FASTOPS_INLINE int64_t StreamHead(const void* p, int64_t n) {
-  const int64_t past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(p) % 64);
-  const int64_t head = past == 0 ? 0 : (64 - past) / E::kBytes;
-  return head < n ? head : n;
-}
-
 // Like OverBlocks, but whole blocks are aligned to cache lines of p.
 template <typename E, typename F>
 FASTOPS_INLINE void OverAlignedBlocks(const void* p, int64_t n, const F& f) {
-  int64_t head = StreamHead<E>(p, n);
+  const int64_t past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(p) % 64);
+  const int64_t head = Min(past == 0 ? 0 : (64 - past) / E::kBytes, n);
   int64_t i = 0;
   while (head - i > 0) {
     const int64_t some = head - i < E::kBlock ? head - i : E::kBlock - 1;

@@ -21,6 +21,12 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+#define FASTOPS_COPY(form, operand)                                                   \
+  asm volatile("cp.async." form                                                       \
+               :                                                                      \
+               : "r"(SharedAddress(to)), "l"(__cvta_generic_to_global(from)), operand \
+               : "memory")
+
 // Starts to copy kBytes (4, 8 or 16) that are aligned to as many. With kBypassL1, 16 bytes leave L1
 // as it is.
 template <int kBytes, bool kBypassL1 = false>
@@ -28,38 +34,28 @@ __device__ __forceinline__ void CopyAsync(void* to, const void* from) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
   if constexpr (kBypassL1) {
     static_assert(kBytes == 16);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(to)),
-                 "l"(__cvta_generic_to_global(from))
-                 : "memory");
+    FASTOPS_COPY("cg.shared.global [%0], [%1], %2;", "n"(kBytes));
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(SharedAddress(to)),
-                 "l"(__cvta_generic_to_global(from)), "n"(kBytes)
-                 : "memory");
+    FASTOPS_COPY("ca.shared.global [%0], [%1], %2;", "n"(kBytes));
   }
 }
 
 // 16 bytes that leave L1 as it is, or zeros, for which nothing is read.
 __device__ __forceinline__ void CopyAsyncOrZero(bool copy, void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(SharedAddress(to)),
-               "l"(__cvta_generic_to_global(from)), "r"(copy ? 16 : 0)
-               : "memory");
+  FASTOPS_COPY("cg.shared.global [%0], [%1], 16, %2;", "r"(copy ? 16 : 0));
 }
 
 // 16 bytes, with a cache policy for L2 from createpolicy.
 template <bool kBypassL1>
 __device__ __forceinline__ void CopyAsync16(void* to, const void* from, uint64_t policy) {
   if constexpr (kBypassL1) {
-    asm volatile(
-        "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(SharedAddress(to)),
-        "l"(__cvta_generic_to_global(from)), "l"(policy)
-        : "memory");
+    FASTOPS_COPY("cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;", "l"(policy));
   } else {
-    asm volatile(
-        "cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(SharedAddress(to)),
-        "l"(__cvta_generic_to_global(from)), "l"(policy)
-        : "memory");
+    FASTOPS_COPY("ca.shared.global.L2::cache_hint [%0], [%1], 16, %2;", "l"(policy));
   }
 }
+
+#undef FASTOPS_COPY
 
 // The copies that this thread has started since the last call are a group.
 __device__ __forceinline__ void CommitCopies() {

@@ -452,13 +452,12 @@ struct ElementsChoice {
 // The kernel for a set of a list, or none.
 template <typename F, typename T, Access kAccess, bool kWide, int... kSets>
 ElementsChoice<F> ElementsKernelOf(int set, std::integer_sequence<int, kSets...>) {
-  ElementsChoice<F> choice;
+  ElementsChoice<F> choice = {nullptr, kElementsWords<F, T, kAccess, kWide>};
   const auto consider = [&](int its_set, auto kernel) {
     if (its_set == kAnySet ? choice.kernel == nullptr : its_set == set) choice.kernel = kernel;
   };
   (consider(kSets, KernelOf<typename F::Family, ElementsKernel<F, T, kAccess, kSets, kWide>>()),
    ...);
-  choice.words = kElementsWords<F, T, kAccess, kWide>;
   return choice;
 }
 

@@ -106,13 +106,6 @@ class SumsLauncher {
     bool swapped = false;
   };
 
-  template <int kSet>
-  static Choice Of(bool swapped) {
-    using Traits = SumsTraits<F, T, kSet>;
-    return {KernelOf<typename F::Family, SumsKernel<F, T, kSet>>(), Traits::kRows, Traits::kBlocks,
-            swapped};
-  }
-
   // The kernel for these classes of operands, or of gradients if there is a bitmask. `free`: any
   // class will do.
   template <int... kSets>
@@ -120,7 +113,7 @@ class SumsLauncher {
                      std::integer_sequence<int, kSets...>) {
     Choice found;
     const auto consider = [&]<int kSet>(std::integral_constant<int, kSet>) {
-      const Choice its = Of<kSet>(false);
+      using Traits = SumsTraits<F, T, kSet>;
       for (const bool swapped : {false, true}) {
         // Flat arrays are cut into rows, and the kernels for row operands take no shorter last row.
         bool fits = found.kernel == nullptr && (F::kSymmetric || !swapped) &&
@@ -131,8 +124,8 @@ class SumsLauncher {
           fits = fits && (free[at] || own == ClassIn(kSet, k));
         }
         if (!fits) continue;
-        found = its;
-        found.swapped = swapped;
+        found = {KernelOf<typename F::Family, SumsKernel<F, T, kSet>>(), Traits::kRows,
+                 Traits::kBlocks, swapped};
       }
     };
     (consider(std::integral_constant<int, kSets>()), ...);

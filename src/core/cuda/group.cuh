@@ -255,8 +255,7 @@ struct Group {
       if (static_cast<int>(threadIdx.x) < blocks) {
 #pragma unroll
         for (int i = 0; i < kValues; ++i) {
-          uint32_t to = SharedAddress(&now.blocks[i][BlockOfCluster()]);
-          asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(threadIdx.x));
+          const uint32_t to = AddressInBlock(&now.blocks[i][BlockOfCluster()], threadIdx.x);
           if constexpr (sizeof(A) == 4) {
             asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(values[i]) : "memory");
           } else {

@@ -39,21 +39,19 @@ cudaLaunchConfig_t ConfigOf(const LaunchConfig& from, cudaStream_t stream,
   config.dynamicSmemBytes = from.shared;
   config.stream = stream;
   config.attrs = attributes;
+  const auto add = [&](cudaLaunchAttributeID id) -> cudaLaunchAttributeValue& {
+    attributes[config.numAttrs].id = id;
+    return attributes[config.numAttrs++].val;
+  };
   if (from.cluster > 1) {
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned>(from.cluster);
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    auto& dim = add(cudaLaunchAttributeClusterDimension).clusterDim;
+    dim.x = static_cast<unsigned>(from.cluster);
+    dim.y = dim.z = 1;
   }
-  if (from.cooperative) {
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
-  }
+  if (from.cooperative) add(cudaLaunchAttributeCooperative).cooperative = 1;
   if (from.dependent) {
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed =
+        1;
   }
   return config;
 }

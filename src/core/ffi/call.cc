@@ -38,11 +38,6 @@ std::string_view Take(std::string_view* text, char delimiter) {
   return taken;
 }
 
-std::string_view WithoutMark(std::string_view name) {
-  if (!name.empty() && name.back() == '?') name.remove_suffix(1);
-  return name;
-}
-
 }  // namespace
 
 int64_t WholeBytes(ffi::DataType type) {
@@ -266,7 +261,7 @@ bool Call::CheckType(const Buffer& buffer) const {
 // ---- What a handler reads ----------------------------------------------------------------------
 
 int Call::IndexOf(std::string_view name) const {
-  name = WithoutMark(name);
+  if (!name.empty() && name.back() == '?') name.remove_suffix(1);
   for (int b = 0; b < buffers_count_; ++b) {
     if (std::string_view(buffers_[b].name) == name) return b;
   }
