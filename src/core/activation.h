@@ -13,6 +13,7 @@
 //   Tail<F>(a)             scaled exp(-a (F::kLinear + F::kCubic a^2)), for a >= 0
 //   Scaled, Unscaled       x times the factor of Tail, and x divided by it
 //   PositivePart(s)        relu
+//   Sigmoid<F>(s)          of F's argument, if M has a faster form of it
 //   GeluExact              the formula, which needs an approximation of erf
 //
 // Only the tail gets small, nothing overflows, and almost equal numbers are subtracted only where a
@@ -60,9 +61,13 @@ struct Logistic {
   using Vec = typename M::Vec;
 
   static FASTOPS_FORMULA Vec Value(Vec s) {
-    const Vec e = M::template Tail<F>(M::template Magnitude<F>(s));
-    const Vec y = M::Mul(s, M::Reciprocal(M::Add(M::Set(1), M::Unscaled(e))));
-    return M::Select(M::Less(s, M::Set(0)), M::Unscaled(M::Mul(y, e)), y);
+    if constexpr (requires { M::template Sigmoid<F>(s); }) {
+      return M::Mul(s, M::template Sigmoid<F>(s));
+    } else {
+      const Vec e = M::template Tail<F>(M::template Magnitude<F>(s));
+      const Vec y = M::Mul(s, M::Reciprocal(M::Add(M::Set(1), M::Unscaled(e))));
+      return M::Select(M::Less(s, M::Set(0)), M::Unscaled(M::Mul(y, e)), y);
+    }
   }
 
   static FASTOPS_FORMULA Vec Derivative(Vec s) {

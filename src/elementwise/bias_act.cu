@@ -3,9 +3,9 @@
 // instead of x.
 //
 // The sum and the activation are computed in float32 (float64 for float64), without rounding in
-// between. core/cuda/elements.cuh and core/cuda/elements_sums.cuh read and sum the arrays, and
-// elementwise/bias_relu.cuh writes the bits. The smooth activations are a run-time switch of
-// the same kernels: it is the same for all threads.
+// between. core/cuda/elements.cuh, core/cuda/row_elements.cuh and core/cuda/elements_sums.cuh read
+// and sum the arrays, and elementwise/bias_relu.cuh writes the bits. The smooth activations are a
+// run-time switch of the same kernels: it is the same for all threads.
 //
 // Source: FasterTransformer, add_bias_act.
 #include "elementwise/elementwise.h"
@@ -16,6 +16,7 @@
 #include "core/cuda/elements.cuh"
 #include "core/cuda/elements_sums.cuh"
 #include "core/cuda/launch.h"
+#include "core/cuda/row_elements.cuh"
 #include "elementwise/bias_relu.cuh"
 #include "elementwise/relu_select.cuh"
 
@@ -34,7 +35,12 @@ struct BiasActOf {
   template <typename T>
   static __device__ __forceinline__ void Apply(const ComputeType<T> (&x)[2],
                                                ComputeType<T> (&y)[1]) {
-    y[0] = FormulaOf<kActivation, ActivationMath<T>>::Value(x[0] + x[1]);
+    using Formula = FormulaOf<kActivation, ActivationMath<T>>;
+    if constexpr (requires { Formula::ValueOfTwice(x[0]); }) {
+      y[0] = Formula::ValueOfTwice(fmaf(x[0], 0.5f, 0.5f * x[1]));
+    } else {
+      y[0] = Formula::Value(x[0] + x[1]);
+    }
   }
 
   template <typename T>
@@ -104,7 +110,10 @@ cudaError_t BiasActForward(const BroadcastShape& shape, DType dtype, Activation 
   if (activation == Activation::kRelu) {
     return BiasReluForward(shape, dtype, operands, out, mask, stream);
   }
-  return Elements(BiasAct{activation}, shape, dtype, operands, out, stream);
+  const BiasAct f{activation};
+  return IsRowElements(shape, dtype, operands, out)
+             ? RowElements(f, shape, dtype, operands, out, stream)
+             : Elements(f, shape, dtype, operands, out, stream);
 }
 
 cudaError_t BiasActBackward(const BroadcastShape& shape, DType dtype, Activation activation,

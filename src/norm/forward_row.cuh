@@ -266,8 +266,9 @@ struct Held {
       return;
     }
     // Process a few units at a time. The loads of x are all in flight already, and the registers
-    // limit the number of threads.
-    constexpr int kResiduals = kSize >= 8 && kUnits > 1 ? 2 : kBatch;
+    // limit the number of threads. Three units of 16-bit elements fit: then all loads of a row are
+    // under way at once.
+    constexpr int kResiduals = kSize < 8 || kUnits == 1 ? kBatch : kAligned && kUnits == 3 ? 3 : 2;
 #pragma unroll
     for (int from = 0; from < kUnits; from += kResiduals) {
       U residual[kResiduals];
@@ -431,7 +432,7 @@ template <typename T>
 constexpr int MinBlocks(int block, int held, NormAccess access, bool drops = false) {
   const bool aligned = access != NormAccess::kShifted;
   const int threads = held > 64 ? (drops            ? 896
-                                   : aligned        ? 1024
+                                   : aligned        ? (held > 96 || sizeof(T) > 2 ? 1024 : 1152)
                                    : sizeof(T) == 2 ? 896
                                                     : 768)
                                 : (aligned ? 1280 : 1024);

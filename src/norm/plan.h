@@ -44,11 +44,12 @@ struct NormForwardForm {
 // moves 16 bytes at a time. The last form for shifted rows must hold kNormWorkspace columns and one
 // unit more, because rows up to that length have no workspace for chunks.
 inline constexpr NormForwardForm kNormForwardForms[] = {
-    {4, 128, 64, true, true, false},     {16, 128, 64, true, true, false},
-    {32, 128, 64, false, true, false},   {32, 128, 128, true, true, false, true},
-    {64, 64, 128, true, false, true},    {96, 96, 96, false, false, true},
-    {128, 128, 128, true, false, true},  {256, 256, 128, true, false, true},
-    {512, 512, 128, true, false, false}, {1024, 1024, 128, false, false, true},
+    {4, 128, 64, true, true, false},         {16, 128, 64, true, true, false},
+    {32, 128, 64, false, true, false},       {32, 128, 96, true, false, false},
+    {32, 128, 128, true, true, false, true}, {64, 64, 128, true, false, true},
+    {96, 96, 96, false, false, true},        {128, 128, 128, true, false, true},
+    {256, 256, 128, true, false, true},      {512, 512, 128, true, false, false},
+    {1024, 1024, 128, false, false, true},
 };
 inline constexpr int kNormForwardFormCount = std::size(kNormForwardForms);
 

@@ -6,7 +6,8 @@
 // fast, but loses the negative tail, where the result is small but its relative error still counts.
 // So:
 //
-// - One ex2.approx and one rcp.approx per element, no branch.
+// - One ex2.approx and at most one rcp.approx per element, no branch. Where a polynomial in the
+//   exponent is accurate enough, it takes the place of the rcp.approx.
 // - An error dt of t is a relative error dt ln 2 of 2^t. For float, the rounding error of t is
 //   computed and corrected in the power, and the reciprocal is refined. Types of 16 bits do not
 //   need this; their code is exact only to 2^-16.
@@ -16,6 +17,12 @@
 // gelu_exact, with a = |s|: y = s Phi(s), Phi(-a) = exp(-a^2 / 2) g(a), Phi(a) = 1 - Phi(-a), y' =
 // Phi + s exp(-s^2 / 2) / sqrt(2 pi). g(a) = erfcx(a / sqrt 2) / 2 falls like 1 / a. It is q times
 // a polynomial of q = 1 / (1 + c a), fitted for the smallest relative error over the a that matter.
+//
+// In types of 16 bits, y = relu(s) - a Phi(-a), and log2 Phi(-a) is a polynomial of a. In bfloat16,
+// where a may be 13, log2(Phi(-a) / K(a)) is one of a lower degree. K is quadratic, and has its
+// roots near the two zeros of Phi(-a) that are closest to the positive numbers. The derivative at
+// -a, Phi(-a) - a exp(-a^2 / 2) / sqrt(2 pi), is computed in the same way, times a0 - a for its
+// zero a0. Formulas with sigmoid(v) compute it as one quotient, 1 / (1 + exp(-v)).
 //
 // For float64 there is time for the math library.
 #pragma once
@@ -96,9 +103,8 @@ struct GeluByErf {
   static __device__ __forceinline__ ComputeType<T> Value(ComputeType<T> s) {
     if constexpr (sizeof(T) == 8) {
       return 0.5 * s * erfc(-s * kSqrtHalf);
-    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      const float below = Below(s);
-      return s * (s < 0.0f ? below : 1.0f - below);
+    } else if constexpr (sizeof(T) == 2) {
+      return ValueOfTwice(0.5f * s);
     } else {
       const Normal n = NormalOf(s);
       const float below = s * n.below * activation::kUnshift<T>;
@@ -107,10 +113,49 @@ struct GeluByErf {
     }
   }
 
+  // The value for s = 2 h, in types of 16 bits: a sum of two numbers can be halved for nothing.
+  // Phi(-a) is accurate to 2^-12 in bfloat16, to 2^-17 in float16.
+  static __device__ __forceinline__ float ValueOfTwice(float h)
+    requires(sizeof(T) == 2)
+  {
+    // h + |h|, rounded down: -0 for negative numbers, and NaN for -inf, as the product s * 0.
+    const float positive = __fadd_rd(h, fabsf(h));
+    const float a = activation::Magnitude(h, std::is_same_v<T, __half> ? 4.0f : 8.0f);  // |s| / 2
+    if constexpr (std::is_same_v<T, __half>) {
+      const float twice =
+          Exp2(activation::Polynomial(a, 0.00207658787f, -0.0239502564f, 0.12707819f, -0.424416572f,
+                                      -1.83668077f, -2.30207348f, -7.57e-06f));
+      return fmaf(-a, twice, positive);
+    } else {
+      constexpr float shift = activation::kShift<T>, unit = activation::kUnshift<T>;
+      const float power =
+          Exp2(activation::Polynomial(a, -0.000230960126f, 0.00637943251f, -0.0766102448f,
+                                      -2.33815622f, -2.9647665f, shift - 1.00027227f));
+      const float twice =
+          activation::Polynomial(a, 0.842026651f * unit, 0.931091845f * unit, 2 * unit);
+      return fmaf(-(a * power), twice, positive);
+    }
+  }
+
   static __device__ __forceinline__ ComputeType<T> Derivative(ComputeType<T> s) {
     if constexpr (sizeof(T) == 8) {
       const double t = s < -40.0 ? -40.0 : s > 40.0 ? 40.0 : s;
       return 0.5 * erfc(-t * kSqrtHalf) + t * (kDensity * exp(-0.5 * (t * t))) + (s - s);
+    } else if constexpr (sizeof(T) == 2) {
+      // Phi(-a) - a phi(a), by its zero: to 2^-12 in bfloat16, to 2^-16 in float16. NaN at
+      // infinity.
+      constexpr bool kHalf = std::is_same_v<T, __half>;
+      constexpr float shift = activation::kShift<T>, unit = activation::kUnshift<T>;
+      const float a = activation::Magnitude(s, 16.0f);  // the power is 0 there
+      const float power =
+          Exp2(kHalf ? activation::Polynomial(a, 0.000361578518f, -0.00891288387f, -0.612962403f,
+                                              -1.01411092f, shift - 0.588418632f)
+                     : activation::Polynomial(a, -4.08772535e-06f, 0.000227195105f, -0.00550237035f,
+                                              -0.641471947f, -0.898041926f, shift - 0.588590919f));
+      const float below = (0.75179154f - fabsf(s)) * power *
+                          activation::Polynomial(a, (kHalf ? 0.1306374f : 0.1133172f) * unit,
+                                                 (kHalf ? 0.43760168f : 0.35922646f) * unit, unit);
+      return s < 0.0f ? below : 1.0f - below;
     } else {
       const Normal n = NormalOf(s);
       const float below = fmaf(n.a * n.e, -static_cast<float>(kDensity), n.below);
@@ -140,32 +185,12 @@ struct GeluByErf {
     return n;
   }
 
-  // Phi(-a) to 2^-12, an eighth of the rounding of bfloat16. Only for the value: y' has a zero,
-  // next to which an error of Phi would be visible. 2^-kShift is a factor of the polynomial's
-  // coefficients. The product is subnormal only if y almost is, and then has enough bits.
-  static __device__ __forceinline__ float Below(float s) {
-    constexpr float c = -0.5 * activation::kLog2E, unit = activation::kUnshift<T>;
-    const float a = activation::Magnitude(s, 16.0f);
-    const float e = activation::PowerOfTwo<T>(a * a, c, 0.0f);
-    const float q = activation::Reciprocal<T>(fmaf(a, 0.3f, 1.0f));
-    return e * (q * activation::Polynomial(q, 0.20884496f * unit, 0.035587393f * unit,
-                                           0.13747835f * unit, 0.118204355f * unit));
-  }
-
-  // g(a).
+  // g(a): 2^-28 for a <= 14.5.
   static __device__ __forceinline__ float Scaled(float a) {
     const float q = activation::Reciprocal<T>(fmaf(a, 0.3f, 1.0f));
-    if constexpr (std::is_same_v<T, __half>) {  // a <= 6.5: 2^-19
-      return q * activation::Polynomial(q, -0.08258808f, 0.23289548f, -0.036773924f, 0.15530612f,
-                                        0.110788256f, 0.12037138f);
-    } else if constexpr (sizeof(T) == 2) {  // a <= 14.5: 2^-16
-      return q * activation::Polynomial(q, -0.07670065f, 0.21484911f, -0.015597693f, 0.14347343f,
-                                        0.11392282f, 0.12005742f);
-    } else {  // a <= 14.5: 2^-28
-      return q * activation::Polynomial(q, -0.020623479f, 0.112435676f, -0.22821376f, 0.19178475f,
-                                        -0.07942368f, 0.09615694f, 0.07838961f, 0.11023543f,
-                                        0.11957181f, 0.11968669f);
-    }
+    return q * activation::Polynomial(q, -0.020623479f, 0.112435676f, -0.22821376f, 0.19178475f,
+                                      -0.07942368f, 0.09615694f, 0.07838961f, 0.11023543f,
+                                      0.11957181f, 0.11968669f);
   }
 };
 
@@ -188,6 +213,18 @@ struct ActivationMath {
   }
   static __device__ __forceinline__ Vec Unscaled(Vec x) { return x * activation::kUnshift<T>; }
   static __device__ __forceinline__ Vec PositivePart(Vec s) { return ReluOf(s); }
+
+  // 1 / (1 + exp(-s (F::kLinear + F::kCubic s^2))), in types of 16 bits.
+  template <typename F>
+  static __device__ __forceinline__ float Sigmoid(float s)
+    requires(sizeof(T) == 2)
+  {
+    constexpr float c0 = -F::kLinear * activation::kLog2E, c1 = -F::kCubic * activation::kLog2E;
+    constexpr float unit = activation::kUnshift<T>;
+    const float factor = F::kCubic == 0 ? c0 : fmaf(s * s, c1, c0);
+    const float power = Exp2(fmaf(s, factor, -activation::kShift<T>));
+    return cuda::Reciprocal(unit + power) * unit;
+  }
 
   template <typename F>
   static __device__ __forceinline__ Vec Magnitude(Vec s) {
