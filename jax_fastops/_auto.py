@@ -173,7 +173,7 @@ _CUDA = _entries([
      broadcast & ~ends & (size >= 32 * MB)),
     ("lerp", "float32", broadcast & ~aligned & (size >= 64 * MB),
      broadcast & ~ends & (size >= 16 * MB)),
-    ("list_attention", "half", ALWAYS, NEVER),
+    ("list_attention", "half", keys >= 64, NEVER),
     ("log_softmax", "half", (row_bytes >= 16_385) & (size >= 2 * MB),
      ~inner & (row_bytes >= 512) & (size >= 2 * MB)),
     ("log_softmax", "float32", inner | (row_bytes >= 64 * KB) & (size >= 16 * MB),

@@ -221,7 +221,7 @@ def qkv_attention(
     Args:
       qkv: array ``[B, L, (num_heads + 2 * num_kv_heads) * H]``, queries, then keys, then values, or
         ``[B, L, 3, num_heads, H]`` without ``num_kv_heads``, whose heads may be sharded, so that
-        the kernel of short sequences does not take it; float32, bfloat16, float16 or float64.
+        the kernel of one projection does not take it; float32, bfloat16, float16 or float64.
       qkv_bias: array with the shape of ``qkv`` without the first two dimensions, or ``None``.
       num_heads: the number of heads of queries.
       num_kv_heads: the number of heads of keys and of values, which divides ``num_heads``. Default:
