@@ -75,6 +75,16 @@ def in_branch(x, key):
     return lax.cond(x[0, 0] > -99, drop, lambda x, k: x, x, key)
 
 
+def all_and_one(x, key, one):
+    keys = jax.random.split(key, 4)
+    return jax.vmap(drop)(x, keys)[1], one(x[1], keys[1])
+
+
+def step_and_one(x, key):
+    keys = jax.random.split(key, 4)
+    return lax.scan(lambda c, a: (c, drop(*a)), 0, (x, keys))[1][1], kept(x[1], keys[1])
+
+
 # Two arrays that are 0 where one mask says so.
 ONE_MASK = {
     "mask": lambda x, k: (drop(x, k), kept(x, k)),
@@ -83,6 +93,9 @@ ONE_MASK = {
     "copy": lambda x, k: (drop(x, k), kept(x, copy(k))),
     "barrier": lambda x, k: (drop(x, k), kept(x, lax.optimization_barrier(k))),
     "flat": lambda x, k: (drop(x, k), kept(x.ravel(), k).reshape(x.shape)),
+    "two shapes": lambda x, k: (drop(x, k), drop(x.ravel(), k).reshape(x.shape)),
+    "all and one": functools.partial(all_and_one, one=kept),
+    "step and one": step_and_one,
     "softmax": lambda x, k: (drop(softmax(x), k), kept(x, k)),
     "keys": lambda x, k: [jax.vmap(f)(x, jax.random.split(k, 4)) for f in (drop, kept)],
     "branch": lambda x, k: (in_branch(x, k), kept(x, k)),
@@ -109,6 +122,7 @@ def test_all_uses_of_a_key_see_one_mask(kind):
 TAKEN = {
     "two arrays": (lambda x, k: (drop(x, k), drop(x * 2, k)), 2),
     "two sizes": (lambda x, k: (drop(x, k), kept(x[:2], k)), 1),
+    "all and one": (functools.partial(all_and_one, one=drop), 2),
     "two folds": (lambda x, k: (drop(x, fold(k)), kept(x, k)), 1),
     "layers": (lambda x, k: layers(x, k)[0], 1),
     "remat": (remat, 1),

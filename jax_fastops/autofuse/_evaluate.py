@@ -18,7 +18,7 @@ from jax_fastops import _compat, _explain, _implementation
 from jax_fastops.autofuse import _kept, _tune
 from jax_fastops.autofuse._attention import AttentionRule
 from jax_fastops.autofuse._decisions import Verdict, verdicts
-from jax_fastops.autofuse._draws import Draws, has_draws, mark_mixed
+from jax_fastops.autofuse._draws import Draws, has_draws
 from jax_fastops.autofuse._dropout import DropoutRule
 from jax_fastops.autofuse._embedding import EmbeddingRule
 from jax_fastops.autofuse._graph import BODIES, Graph, bind, is_ref, opened
@@ -68,7 +68,9 @@ class Plan:
         else:
             graph.link()
             self._find(graph, settings)
-            while self.numbers and mark_mixed(graph, self.numbers, self._needed(graph)):
+            while settings.draws is not None and settings.draws.mark_mixed(
+                graph, self.numbers, self._needed(graph)
+            ):
                 self._find(graph, settings)
             if settings.observe is None and (key_after := key()) is not None:
                 pairs = [(rewrite, self.chosen(rewrite)) for rewrite in self.rewrites]
