@@ -283,3 +283,29 @@ def test_uses(name):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type)
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_parts_in_auto_axes():
+    """A call runs in the mesh of its operations, as a gather with an output sharding does."""
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices")
+    kinds, auto_axes = (jax.sharding.AxisType.Explicit,), jax.sharding.auto_axes
+    mesh = jax.make_mesh((4,), ("a",), axis_types=kinds, devices=jax.devices()[:4])
+
+    def looped(x):
+        return lax.scan(lambda c, _: (norm(c), None), x, length=2)[0]
+
+    def f(x, ids):
+        rows = x.at[ids].get(out_sharding=P("a"))
+        return softmax(rows) + auto_axes(looped, out_sharding=P("a"))(x)
+
+    def step(f):
+        return jax.jit(jax.value_and_grad(lambda x, ids: jnp.sin(f(x, ids)).sum()))
+
+    with jax.set_mesh(mesh):
+        x, ids = jax.device_put(X, P()), jax.device_put(jnp.arange(4), P("a"))
+        assert sorted(names(f, x, ids)) == ["rms_norm", "softmax", "take"]
+        assert jax.typeof(fo.autofuse(f)(x, ids)) == jax.typeof(f(x, ids))
+        for a, b in zip(step(fo.autofuse(f))(x, ids), step(f)(x, ids), strict=True):
+            assert jax.typeof(a) == jax.typeof(b)
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)

@@ -183,7 +183,7 @@ class Plan:
         contexts = {_compat.context_of(n.equation) for n in nodes - {NO_EQUATION}}
         if len(contexts) == 1 and contexts.pop()[:1] in ((), (None,)):
             return False
-        reason = "its operations differ in metadata for XLA, or are in compute_on"
+        reason = "its operations differ in mesh or metadata for XLA, or are in compute_on"
         self.search.misses.append(Miss(rewrite.name, rewrite.root, reason))
         return True
 
@@ -330,37 +330,42 @@ class _Run:
                 self._call(rewrite)
 
     def _call(self, rewrite: Rewrite) -> None:
+        root = rewrite.root
         numbers = [v.number if v in self._graph.constants else None for v in rewrite.reads]
-        given = [  # a literal may be a Python number
-            self._read(v) if number is None else jnp.full(v.shape, number, v.dtype)
+        given = [
+            self._read(v) if number is None else None
             for v, number in zip(rewrite.reads, numbers, strict=True)
         ]
-        root = rewrite.root
-        twice = rewrite.fanout and self._needed[root] == 2
-        y, *others = self._results(rewrite, given, twice)
-        if twice:
-            self._copies[root] = others.pop(0)
-        for value, result in zip(rewrite.results, (y, *others), strict=False):
-            if value.node is not NO_EQUATION:
-                if (result.shape, result.dtype) != (value.shape, value.dtype):
-                    result = result.reshape(value.shape).astype(value.dtype)
-                self._arrays[value] = result
+        has_context = self._graph.has_contexts
+        with root.node.equation.ctx.manager if has_context else contextlib.nullcontext():
+            given = [  # a literal may be a Python number
+                x if number is None else jnp.full(v.shape, number, v.dtype)
+                for x, v, number in zip(given, rewrite.reads, numbers, strict=True)
+            ]
+            twice = rewrite.fanout and self._needed[root] == 2
+            y, *others = self._results(rewrite, given, twice)
+            if twice:
+                self._copies[root] = others.pop(0)
+            for value, result in zip(rewrite.results, (y, *others), strict=False):
+                if value.node is not NO_EQUATION:
+                    if (result.shape, result.dtype) != (value.shape, value.dtype):
+                        result = result.reshape(value.shape).astype(value.dtype)
+                    self._arrays[value] = result
 
     def _results(self, rewrite: Rewrite, given: Sequence[Any], twice: bool) -> Sequence[Any]:
         """The results of a call, by its traced program if that is for just these types."""
         root, chosen = rewrite.root, self._plan.chosen(rewrite)
         stack = _scope(self._steps[root], own=True)
         program = self._plan.search.program(rewrite.call, rewrite.reads, twice, chosen)
-        program = None if isinstance(program, str) or _explain.is_on() else program
-        context = contextlib.nullcontext()
-        if self._graph.has_contexts:
-            program, context = None, root.node.equation.ctx.manager  # the program has another one
+        # The traced program is of the context around the function.
+        if isinstance(program, str) or _explain.is_on() or self._graph.has_contexts:
+            program = None
         if program is not None and self._trace is not None and _is_recordable(program):
             if _compat.is_recorded(self._trace, program.jaxpr.invars, given):
                 source = root.node.equation.source_info.replace(name_stack=stack)
                 return _recorded(self._trace, program.jaxpr, given, source)
         types = [jax.typeof(x) for x in given]
-        with _explain.at(lambda: root.line), source_info_util.set_name_stack(stack), context:
+        with _explain.at(lambda: root.line), source_info_util.set_name_stack(stack):
             if program is not None and program.in_avals == types:
                 return _inlined(program)(*given)
             with _implementation.use_chosen(chosen):
@@ -378,7 +383,7 @@ class _Run:
         equation, stack = step.equation, _scope(step)
         sharded = equation.primitive.name == "shard_map"
         if _has_bodies(step) and not sharded:
-            with source_info_util.set_name_stack(stack):
+            with source_info_util.set_name_stack(stack), equation.ctx.manager:
                 equation = _with_fused_bodies(equation, self._inside(step))
         recorded = self._trace is not None and not equation.effects and not sharded
         if recorded and _compat.is_recorded(self._trace, equation.invars, args):
@@ -479,4 +484,5 @@ def _sharded(equation, args, settings: Settings) -> list:
         axis_names=set(params.get("newly_manual_axes") or params["manual_axes"]),  # jax < 0.10
         check_vma=params["check_vma"],
     )
-    return mapped(*args)
+    with equation.ctx.manager:
+        return mapped(*args)
