@@ -174,6 +174,21 @@ def test_dtypes(name, dtype):
             check(f, x, w, tolerance=0.08 if dtype == "bfloat16" else 1e-13)
 
 
+@pytest.mark.parametrize("name", ["picked", "each"])
+def test_float64_is_for_its_digits(name):
+    """The kernel does not read narrower logits then."""
+
+    def f(x):
+        x = x.astype(jnp.float64)
+        if name == "picked":
+            return -jnp.take_along_axis(log_p(x), LABELS[..., None], -1)
+        return FORMS[name](x, jax.nn.one_hot(LABELS, V), 1.0)
+
+    with x64():
+        assert report(f, X)[0] in (["cross_entropy"], [NAME])
+        np.testing.assert_allclose(jax.jit(fo.autofuse(f))(X), jax.jit(f)(X), rtol=1e-12)
+
+
 def test_the_kernel_reads_narrow_logits():
     """Those that the program casts to float32 first."""
 

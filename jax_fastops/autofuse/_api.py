@@ -154,7 +154,8 @@ class autofuse(Generic[_P, _T]):
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+    is_array = isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+    return is_array and x.dtype != jax.dtypes.float0
 
 
 def _call(fn: Callable, args: tuple, kwargs: dict, run: Callable) -> Any:
