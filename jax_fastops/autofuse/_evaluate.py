@@ -356,10 +356,10 @@ class _Run:
         """The results of a call, by its traced program if that is for just these types."""
         root, chosen = rewrite.root, self._plan.chosen(rewrite)
         stack = _scope(self._steps[root], own=True)
-        program = self._plan.search.program(rewrite.call, rewrite.reads, twice, chosen)
-        # The traced program is of the context around the function.
-        if isinstance(program, str) or _explain.is_on() or self._graph.has_contexts:
-            program = None
+        program = None
+        if not (_explain.is_on() or self._graph.has_contexts):  # it is of the context around
+            program = self._plan.search.program(rewrite.call, rewrite.reads, twice, chosen)
+            program = None if isinstance(program, str) else program
         if program is not None and self._trace is not None and _is_recordable(program):
             if _compat.is_recorded(self._trace, program.jaxpr.invars, given):
                 source = root.node.equation.source_info.replace(name_stack=stack)
@@ -383,7 +383,7 @@ class _Run:
         equation, stack = step.equation, _scope(step)
         sharded = equation.primitive.name == "shard_map"
         if _has_bodies(step) and not sharded:
-            with source_info_util.set_name_stack(stack), equation.ctx.manager:
+            with source_info_util.set_name_stack(stack), _mesh_of(equation):
                 equation = _with_fused_bodies(equation, self._inside(step))
         recorded = self._trace is not None and not equation.effects and not sharded
         if recorded and _compat.is_recorded(self._trace, equation.invars, args):
@@ -484,5 +484,10 @@ def _sharded(equation, args, settings: Settings) -> list:
         axis_names=set(params.get("newly_manual_axes") or params["manual_axes"]),  # jax < 0.10
         check_vma=params["check_vma"],
     )
-    with equation.ctx.manager:
+    with _mesh_of(equation):
         return mapped(*args)
+
+
+def _mesh_of(equation):
+    """The context of the mesh of an equation: another one in ``jax.sharding.auto_axes``."""
+    return jax.sharding.use_abstract_mesh(equation.ctx.cur_abstract_mesh)
