@@ -110,11 +110,15 @@ def source_line(equation) -> str:
 
 
 def context_of(equation) -> tuple:
-    """Where an equation is computed (``compute_on``), and its metadata for XLA. Mostly neither."""
-    context = equation.ctx
-    if context.compute_type is None and not context.xla_metadata:
+    """Where an equation is computed (``compute_on``), its metadata for XLA, and its mesh.
+
+    Mostly nothing: no place, no metadata, and the mesh of the current context.
+    """
+    context, mesh = equation.ctx, equation.ctx.cur_abstract_mesh
+    other = () if mesh == jax.sharding.get_abstract_mesh() else (mesh,)
+    if context.compute_type is None and not context.xla_metadata and not other:
         return ()
-    return context.compute_type, *sorted((context.xla_metadata or {}).items())
+    return context.compute_type, *other, *sorted((context.xla_metadata or {}).items())
 
 
 def bind_params(primitive, params: dict) -> tuple:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import (
@@ -25,11 +25,11 @@ from jax_fastops._arguments import (
     same_floating_dtype,
 )
 from jax_fastops._dispatch import row_features
-from jax_fastops._kernel import Kernel, match_varying
+from jax_fastops._kernel import Kernel, kind_of, match_varying
 from jax_fastops._op import Op
 from jax_fastops._registry import example
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import explicit_spec
+from jax_fastops._views import explicit_spec, spec_of
 
 _OPTIONS = {"label_smoothing": np.float64, "z_loss": np.float64}
 _FORWARD = Kernel.declare(
@@ -226,6 +226,7 @@ def cross_entropy(
     elif axis != x.ndim - 1:
         limit = "the axis is not the last one"
     features = row_features(moved.shape[-1:], x.dtype)
+    moved, classes = _sharded_alike(moved, classes)
     return _OP(moved, classes, features=features, limit=limit, any_label=False, **options)
 
 
@@ -242,7 +243,25 @@ def cross_entropy_of_one_hot(
     labels = jnp.where(labels < 0, classes, labels)
     labels = prepared_labels(name, labels, None, logits.shape[:-1], classes, "that of the tokens")
     features = row_features(logits.shape[-1:], logits.dtype)
+    logits, labels = _sharded_alike(logits, labels)
     return _OP(logits, labels, features=features, any_label=True, **options)
+
+
+def _sharded_alike(logits, labels):
+    """Both sharded like the tokens of either, if that is part of the type, as gradients will be."""
+    own, others = spec_of(logits), spec_of(labels)
+    if own is None and others is None:
+        return logits, labels
+    *tokens, classes = own or (None,) * logits.ndim
+    pairs = list(zip(tokens, others or (None,) * labels.ndim, strict=True))
+    kind = kind_of([jax.typeof(logits), jax.typeof(labels)])
+
+    def over(x, spec):
+        return x if spec_of(x) == spec else reshard(x, kind.update(spec=PartitionSpec(*spec)))
+
+    return over(logits, (*(a or b for a, b in pairs), classes)), over(
+        labels, tuple(b or a for a, b in pairs)
+    )
 
 
 def check_options(name: str, label_smoothing: object, z_loss: object) -> dict[str, Any]:

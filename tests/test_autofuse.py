@@ -668,6 +668,12 @@ def test_what_is_not_an_array_passes():
     assert len(report.replaced) == len(calls.calls) == 1
     assert not fo.autofuse.report(lambda x: None)(X).replaced
 
+    def numbers(x):
+        return jnp.float32(2), jnp.asarray(2.0), np.float32(2), np.ones(2), softmax(x)
+
+    for a, b in zip(fo.autofuse(numbers)(X), numbers(X), strict=True):
+        assert type(a) is type(b) and jax.typeof(a) == jax.typeof(b)
+
 
 @pytest.mark.jax
 def test_effects_are_kept(capfd):

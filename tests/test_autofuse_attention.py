@@ -504,6 +504,7 @@ OTHERS = {
     "shifted": _of_weights(lambda w, v: _times(w + 0.1, v)),
     "flipped": lambda q, k, v: _times(jax.nn.softmax(_scores_of(q, k)[..., ::-1]), v),
     "masked weights": _of_weights(lambda w, v: _times(jnp.where(LOWER, w, 0), v)),
+    "no keys": lambda q, k, v: _times(jax.nn.softmax(_scores_of(q, k[:, :0])), v[:, :0]),
     "learned fill": lambda q, k, v: of(lambda s: jnp.where(LOWER, s, v[0, 0, 0, 0]))(q, k, v),
     "integers": lambda q, k, v: _times(
         jax.nn.softmax(_scores_of(q.astype(int), k.astype(int)).astype(jnp.float32)), v

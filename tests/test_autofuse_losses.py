@@ -169,6 +169,21 @@ def test_dtypes(name, dtype):
             check(f, x, w, tolerance=0.08 if dtype == "bfloat16" else 1e-13)
 
 
+@pytest.mark.parametrize("name", ["picked", "each"])
+def test_float64_is_for_its_digits(name):
+    """The kernel does not read narrower logits then."""
+
+    def f(x):
+        x = x.astype(jnp.float64)
+        if name == "picked":
+            return -jnp.take_along_axis(log_p(x), LABELS[..., None], -1)
+        return FORMS[name](x, jax.nn.one_hot(LABELS, V), 1.0)
+
+    with x64():
+        assert report(f, X)[0] in (["cross_entropy"], [NAME])
+        np.testing.assert_allclose(jax.jit(fo.autofuse(f))(X), jax.jit(f)(X), rtol=1e-12)
+
+
 def test_the_kernel_reads_narrow_logits():
     """Those that the program casts to float32 first."""
 
@@ -215,6 +230,38 @@ def test_smoothed_losses_under_transformations(kind, labels):
         pulled(got)[0], pull(want)[0], rtol=1e-5, atol=1e-6 * np.max(np.abs(want))
     )
     assert set(targets_of(lambda *args: g(*args), *args)) == {"cross_entropy"}
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("name", ["each", "z-loss"])
+@pytest.mark.parametrize("specs", [(P(), P("data")), (P("data"), P())], ids=str)
+def test_logits_and_labels_of_different_shardings(name, specs):
+    """On explicit axes, results and gradients have the plain types, and no gather more."""
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices")
+    kinds = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=kinds, devices=jax.devices()[:4])
+    x, labels = (
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip((X, LABELS), specs, strict=True)
+    )
+
+    def loss(x, i):
+        return FORMS[name](x, jax.nn.one_hot(i, V), 1.0)
+
+    def step(f):
+        def both(x, i):  # labels are an operand, and an array that is known
+            return (f(x, i) * f(x, labels)).sum(), f(x, i)
+
+        return jax.jit(jax.grad(both, has_aux=True)).lower(x, labels).compile()
+
+    with jax.set_mesh(mesh):
+        programs = step(fo.autofuse(loss)), step(loss)
+        gathers, plain = (p.as_text().count(" all-gather(") for p in programs)
+        assert gathers <= plain
+        for a, b in zip(*(p(x, labels) for p in programs), strict=True):
+            assert jax.typeof(a) == jax.typeof(b)
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 LINEAR = ["linear_cross_entropy"]

@@ -14,6 +14,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
+from jax_fastops.autofuse import _pattern
 
 pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("native")]
 X = jax.random.normal(jax.random.key(0), (4, 40)) + 3
@@ -75,6 +76,16 @@ def in_branch(x, key):
     return lax.cond(x[0, 0] > -99, drop, lambda x, k: x, x, key)
 
 
+def all_and_one(x, key, one):
+    keys = jax.random.split(key, 4)
+    return jax.vmap(drop)(x, keys)[1], one(x[1], keys[1])
+
+
+def step_and_one(x, key):
+    keys = jax.random.split(key, 4)
+    return lax.scan(lambda c, a: (c, drop(*a)), 0, (x, keys))[1][1], kept(x[1], keys[1])
+
+
 # Two arrays that are 0 where one mask says so.
 ONE_MASK = {
     "mask": lambda x, k: (drop(x, k), kept(x, k)),
@@ -83,6 +94,9 @@ ONE_MASK = {
     "copy": lambda x, k: (drop(x, k), kept(x, copy(k))),
     "barrier": lambda x, k: (drop(x, k), kept(x, lax.optimization_barrier(k))),
     "flat": lambda x, k: (drop(x, k), kept(x.ravel(), k).reshape(x.shape)),
+    "two shapes": lambda x, k: (drop(x, k), drop(x.ravel(), k).reshape(x.shape)),
+    "all and one": functools.partial(all_and_one, one=kept),
+    "step and one": step_and_one,
     "softmax": lambda x, k: (drop(softmax(x), k), kept(x, k)),
     "keys": lambda x, k: [jax.vmap(f)(x, jax.random.split(k, 4)) for f in (drop, kept)],
     "branch": lambda x, k: (in_branch(x, k), kept(x, k)),
@@ -109,6 +123,7 @@ def test_all_uses_of_a_key_see_one_mask(kind):
 TAKEN = {
     "two arrays": (lambda x, k: (drop(x, k), drop(x * 2, k)), 2),
     "two sizes": (lambda x, k: (drop(x, k), kept(x[:2], k)), 1),
+    "all and one": (functools.partial(all_and_one, one=drop), 2),
     "two folds": (lambda x, k: (drop(x, fold(k)), kept(x, k)), 1),
     "layers": (lambda x, k: layers(x, k)[0], 1),
     "remat": (remat, 1),
@@ -161,6 +176,13 @@ def test_metadata_for_xla_stay():
     assert sorted('tag = "a"' in x for x in of_softmax) == [False, False, True, True]
     assert sum(" call " in x and 'inlineable = "false"' in x for x in lines) >= 2
     np.testing.assert_allclose(jax.jit(fo.autofuse(f))(X), f(X), rtol=1e-5)
+
+
+def test_patterns_are_traced_without_metadata():
+    _pattern.compiled.cache_clear()
+    _pattern._traced.cache_clear()
+    with set_xla_metadata(inlineable="false"):
+        assert names(norm, X * 3) == ["layer_norm"]
 
 
 def on_host(x):
@@ -269,3 +291,29 @@ def test_uses(name):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type)
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_parts_in_auto_axes():
+    """A call runs in the mesh of its operations, as a gather with an output sharding does."""
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices")
+    kinds, auto_axes = (jax.sharding.AxisType.Explicit,), jax.sharding.auto_axes
+    mesh = jax.make_mesh((4,), ("a",), axis_types=kinds, devices=jax.devices()[:4])
+
+    def looped(x):
+        return lax.scan(lambda c, _: (norm(c), None), x, length=2)[0]
+
+    def f(x, ids):
+        rows = x.at[ids].get(out_sharding=P("a"))
+        return softmax(rows) + auto_axes(looped, out_sharding=P("a"))(x)
+
+    def step(f):
+        return jax.jit(jax.value_and_grad(lambda x, ids: jnp.sin(f(x, ids)).sum()))
+
+    with jax.set_mesh(mesh):
+        x, ids = jax.device_put(X, P()), jax.device_put(jnp.arange(4), P("a"))
+        assert sorted(names(f, x, ids)) == ["layer_norm", "softmax", "take"]
+        assert jax.typeof(fo.autofuse(f)(x, ids)) == jax.typeof(f(x, ids))
+        for a, b in zip(step(fo.autofuse(f))(x, ids), step(f)(x, ids), strict=True):
+            assert jax.typeof(a) == jax.typeof(b)
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)

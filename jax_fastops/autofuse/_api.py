@@ -154,7 +154,8 @@ class autofuse(Generic[_P, _T]):
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+    is_array = isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+    return is_array and x.dtype != jax.dtypes.float0
 
 
 def _call(fn: Callable, args: tuple, kwargs: dict, run: Callable) -> Any:
@@ -197,13 +198,15 @@ def _traced(fn: Callable, args: tuple, kwargs: dict, settings: Settings) -> Any:
     def traced(*arrays):
         a, k = with_arrays(arrays)
         results, out = jax.tree.flatten(fn(*a, **k))
-        is_array = [_is_array(x) for x in results]
+        is_array = [isinstance(x, jax.Array) for x in results]
         others = [None if a else x for a, x in zip(is_array, results, strict=True)]
         rest[:] = [out, others, is_array]
-        return list(filter(_is_array, results))
+        return [x for x in results if isinstance(x, jax.Array)]
 
     program = jax.make_jaxpr(traced)(*operands)
-    arrays = iter(fused(program.jaxpr, program.consts, operands, settings))
+    found = fused(program.jaxpr, program.consts, operands, settings)
+    # A number that the function makes, as by ``jnp.float32(0)``, is a literal of the program.
+    arrays = (x if isinstance(x, jax.Array) else jnp.asarray(x) for x in found)
     out, others, is_array = rest
     results = [next(arrays) if a else x for a, x in zip(is_array, others, strict=True)]
     return jax.tree.unflatten(out, results)

@@ -342,7 +342,7 @@ class _Form:
 def _form(node: Node, at: int) -> _Form | None:
     """The attention of which a product is the last step, with the weights as operand ``at``."""
     weights, values = node.inputs[at], node.inputs[1 - at]
-    if weights.dtype != values.dtype or not weights.is_static:
+    if weights.dtype != values.dtype or not weights.is_static or 0 in weights.shape:
         return None
     if (second := _letters_of_product(node, at)) is None:
         return None

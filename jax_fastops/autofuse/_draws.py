@@ -6,6 +6,7 @@ A dropout that is replaced has another mask. So all uses of such bits must see i
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections import Counter
 from collections.abc import Sequence
@@ -14,18 +15,28 @@ from typing import Any
 from jax_fastops.autofuse._graph import BODIES, Graph, opened
 from jax_fastops.autofuse._value import Value
 
+# A result is a part of the first operand, as the key of an example is of those of a batch.
+_PARTS = {"slice", "dynamic_slice", "gather", "squeeze", "reshape", "split", "unstack"}
+_Draw = tuple[int, int]  # the number of the keys, and how many bits each of them gives
+
 
 class Draws:
     """How often a program draws bits of one key and size.
 
     Values that are computed in the same way have equal numbers. A value of a loop has that of its
-    first step, but an element of an array that a loop goes through has a number of its own.
+    first step, and an element of an array that a loop goes through has that of the array. A key
+    that is a part of keys that are drawn as a whole, by ``vmap`` or a loop, counts as these.
     """
 
     def __init__(self, graph: Graph, args: Sequence[Any]):
         self._numbers: dict[tuple, int] = {}
+        self._wholes: dict[int, int] = {}  # of parts
         self.args = [self._number("array", id(x)) for x in args]
-        self._counts = self._count(graph, self.args)
+        self._drawn: Counter[_Draw] = Counter()
+        self._drawn = self._count(graph, self.args)
+        self._counts: Counter[_Draw] = Counter()
+        for draw, count in self._drawn.items():
+            self._counts[self._whole(draw)] += count
 
     def _number(self, *key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
@@ -38,16 +49,14 @@ class Draws:
             key = ("array", id(x)) if known is None else ("number", known.tobytes())
             numbers[value] = self._number(*key)
         for node in graph.nodes:
-            if node.name == "optimization_barrier":
+            if node.name in ("optimization_barrier", "random_wrap", "random_unwrap"):
                 numbers |= {v: numbers[x] for v, x in zip(node.outputs, node.inputs, strict=True)}
-                continue
-            before = node.inputs[0].node if node.inputs else node
-            if (before.name, node.name) == ("random_unwrap", "random_wrap"):
-                numbers[node.outputs[0]] = numbers[before.inputs[0]]
                 continue
             key = node.name, node.code, *[numbers[v] for v in node.inputs]
             for place, value in enumerate(node.outputs):
                 numbers[value] = self._number(*key, place)
+                if node.name in _PARTS:
+                    self._wholes[numbers[value]] = numbers[node.inputs[0]]
         return numbers
 
     def given(self, equation, body: str, numbers: Sequence[int]) -> list[int]:
@@ -60,12 +69,6 @@ class Draws:
             of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
             own = numbers[:of_cond] if body == "cond_jaxpr" else numbers[of_cond:][:of_body]
             return own + numbers[of_cond + of_body :]
-        if name == "scan":
-            for i, (x, inside) in enumerate(
-                zip(equation.invars, opened(params[body])[0].invars, strict=True)
-            ):
-                if x.aval.shape != inside.aval.shape:
-                    numbers[i] = self._number("element", numbers[i])
         return numbers
 
     def mark(self, graph: Graph, numbers: dict[Value, int]) -> tuple[tuple[int, bool], ...]:
@@ -74,16 +77,48 @@ class Draws:
         Returns for each draw the place of the first equal one, and whether it is marked.
         """
         marks = []
-        for draw, bits in _equal_draws(graph, numbers).items():
-            is_drawn_again = self._counts[draw] > len(bits)
+        for draw, bits in self._equal(graph, numbers).items():
+            shapes = {_shape(value) for value in bits}  # the op's mask depends on them
+            is_drawn_again = self._counts[draw] > len(bits) or len(shapes) > 1
             for value in bits:
                 value.is_drawn_again = is_drawn_again
                 marks.append((bits[0].place, is_drawn_again))
         return tuple(marks)
 
-    def _count(self, graph: Graph, given: Sequence[int]) -> Counter:
+    def mark_mixed(self, graph: Graph, numbers: dict[Value, int], needed: set[Value]) -> bool:
+        """Marks the random bits that some calls draw in their own way, and the program as before.
+
+        Returns whether there are any.
+        """
+        found = False
+        for bits in self._equal(graph, numbers).values():
+            if not bits[0].is_drawn_again and len({v in needed for v in bits}) > 1:
+                found = True
+                for value in bits:
+                    value.is_drawn_again = True
+        return found
+
+    def _equal(self, graph: Graph, numbers: dict[Value, int]) -> dict[_Draw, list[Value]]:
+        groups: dict[_Draw, list[Value]] = {}
+        for node in graph.nodes:
+            if node.name == "random_bits":
+                (bits,) = node.outputs
+                draw = self._whole((numbers[node.inputs[0]], math.prod(_shape(bits))))
+                groups.setdefault(draw, []).append(bits)
+        return groups
+
+    def _whole(self, draw: _Draw) -> _Draw:
+        """The draw by all keys of which those of a draw are a part, if there is one."""
+        whole, size = draw, draw[1]
+        part: int | None = draw[0]
+        while (part := self._wholes.get(part)) is not None:
+            if (part, size) in self._drawn:
+                whole = part, size
+        return whole
+
+    def _count(self, graph: Graph, given: Sequence[int]) -> Counter[_Draw]:
         numbers = self.numbers(graph, given)
-        counts = Counter({draw: len(bits) for draw, bits in _equal_draws(graph, numbers).items()})
+        counts = Counter({draw: len(bits) for draw, bits in self._equal(graph, numbers).items()})
         for node in graph.nodes:
             name = node.equation.primitive.name
             inner = []
@@ -98,24 +133,9 @@ class Draws:
         return counts
 
 
-def mark_mixed(graph: Graph, numbers: dict[Value, int], needed: set[Value]) -> bool:
-    """Marks the random bits that some calls draw in their own way, and the program as before."""
-    found = False
-    for bits in _equal_draws(graph, numbers).values():
-        if not bits[0].is_drawn_again and len({v in needed for v in bits}) > 1:
-            found = True
-            for value in bits:
-                value.is_drawn_again = True
-    return found
-
-
-def _equal_draws(graph: Graph, numbers: dict[Value, int]) -> dict[tuple[int, int], list[Value]]:
-    groups: dict[tuple[int, int], list[Value]] = {}
-    for node in graph.nodes:
-        if node.name == "random_bits":
-            bits = node.outputs[0]
-            groups.setdefault((numbers[node.inputs[0]], bits.size), []).append(bits)
-    return groups
+def _shape(bits: Value) -> tuple:
+    """The shape of the bits that each key gives."""
+    return bits.shape[len(bits.node.inputs[0].shape) :]
 
 
 def has_draws(jaxpr) -> bool:

@@ -18,7 +18,7 @@ from jax_fastops import _compat, _explain, _implementation
 from jax_fastops.autofuse import _kept, _tune
 from jax_fastops.autofuse._attention import AttentionRule
 from jax_fastops.autofuse._decisions import Verdict, verdicts
-from jax_fastops.autofuse._draws import Draws, has_draws, mark_mixed
+from jax_fastops.autofuse._draws import Draws, has_draws
 from jax_fastops.autofuse._dropout import DropoutRule
 from jax_fastops.autofuse._embedding import EmbeddingRule
 from jax_fastops.autofuse._graph import BODIES, Graph, bind, is_ref, opened
@@ -68,7 +68,9 @@ class Plan:
         else:
             graph.link()
             self._find(graph, settings)
-            while self.numbers and mark_mixed(graph, self.numbers, self._needed(graph)):
+            while settings.draws is not None and settings.draws.mark_mixed(
+                graph, self.numbers, self._needed(graph)
+            ):
                 self._find(graph, settings)
             if settings.observe is None and (key_after := key()) is not None:
                 pairs = [(rewrite, self.chosen(rewrite)) for rewrite in self.rewrites]
@@ -181,7 +183,7 @@ class Plan:
         contexts = {_compat.context_of(n.equation) for n in nodes - {NO_EQUATION}}
         if len(contexts) == 1 and contexts.pop()[:1] in ((), (None,)):
             return False
-        reason = "its operations differ in metadata for XLA, or are in compute_on"
+        reason = "its operations differ in mesh or metadata for XLA, or are in compute_on"
         self.search.misses.append(Miss(rewrite.name, rewrite.root, reason))
         return True
 
@@ -328,37 +330,42 @@ class _Run:
                 self._call(rewrite)
 
     def _call(self, rewrite: Rewrite) -> None:
+        root = rewrite.root
         numbers = [v.number if v in self._graph.constants else None for v in rewrite.reads]
-        given = [  # a literal may be a Python number
-            self._read(v) if number is None else jnp.full(v.shape, number, v.dtype)
+        given = [
+            self._read(v) if number is None else None
             for v, number in zip(rewrite.reads, numbers, strict=True)
         ]
-        root = rewrite.root
-        twice = rewrite.fanout and self._needed[root] == 2
-        y, *others = self._results(rewrite, given, twice)
-        if twice:
-            self._copies[root] = others.pop(0)
-        for value, result in zip(rewrite.results, (y, *others), strict=False):
-            if value.node is not NO_EQUATION:
-                if (result.shape, result.dtype) != (value.shape, value.dtype):
-                    result = result.reshape(value.shape).astype(value.dtype)
-                self._arrays[value] = result
+        has_context = self._graph.has_contexts
+        with root.node.equation.ctx.manager if has_context else contextlib.nullcontext():
+            given = [  # a literal may be a Python number
+                x if number is None else jnp.full(v.shape, number, v.dtype)
+                for x, v, number in zip(given, rewrite.reads, numbers, strict=True)
+            ]
+            twice = rewrite.fanout and self._needed[root] == 2
+            y, *others = self._results(rewrite, given, twice)
+            if twice:
+                self._copies[root] = others.pop(0)
+            for value, result in zip(rewrite.results, (y, *others), strict=False):
+                if value.node is not NO_EQUATION:
+                    if (result.shape, result.dtype) != (value.shape, value.dtype):
+                        result = result.reshape(value.shape).astype(value.dtype)
+                    self._arrays[value] = result
 
     def _results(self, rewrite: Rewrite, given: Sequence[Any], twice: bool) -> Sequence[Any]:
         """The results of a call, by its traced program if that is for just these types."""
         root, chosen = rewrite.root, self._plan.chosen(rewrite)
         stack = _scope(self._steps[root], own=True)
-        program = self._plan.search.program(rewrite.call, rewrite.reads, twice, chosen)
-        program = None if isinstance(program, str) or _explain.is_on() else program
-        context = contextlib.nullcontext()
-        if self._graph.has_contexts:
-            program, context = None, root.node.equation.ctx.manager  # the program has another one
+        program = None
+        if not (_explain.is_on() or self._graph.has_contexts):  # it is of the context around
+            program = self._plan.search.program(rewrite.call, rewrite.reads, twice, chosen)
+            program = None if isinstance(program, str) else program
         if program is not None and self._trace is not None and _is_recordable(program):
             if _compat.is_recorded(self._trace, program.jaxpr.invars, given):
                 source = root.node.equation.source_info.replace(name_stack=stack)
                 return _recorded(self._trace, program.jaxpr, given, source)
         types = [jax.typeof(x) for x in given]
-        with _explain.at(lambda: root.line), source_info_util.set_name_stack(stack), context:
+        with _explain.at(lambda: root.line), source_info_util.set_name_stack(stack):
             if program is not None and program.in_avals == types:
                 return _inlined(program)(*given)
             with _implementation.use_chosen(chosen):
@@ -376,7 +383,7 @@ class _Run:
         equation, stack = step.equation, _scope(step)
         sharded = equation.primitive.name == "shard_map"
         if _has_bodies(step) and not sharded:
-            with source_info_util.set_name_stack(stack):
+            with source_info_util.set_name_stack(stack), _mesh_of(equation):
                 equation = _with_fused_bodies(equation, self._inside(step))
         recorded = self._trace is not None and not equation.effects and not sharded
         if recorded and _compat.is_recorded(self._trace, equation.invars, args):
@@ -477,4 +484,10 @@ def _sharded(equation, args, settings: Settings) -> list:
         axis_names=set(params.get("newly_manual_axes") or params["manual_axes"]),  # jax < 0.10
         check_vma=params["check_vma"],
     )
-    return mapped(*args)
+    with _mesh_of(equation):
+        return mapped(*args)
+
+
+def _mesh_of(equation):
+    """The context of the mesh of an equation: another one in ``jax.sharding.auto_axes``."""
+    return jax.sharding.use_abstract_mesh(equation.ctx.cur_abstract_mesh)

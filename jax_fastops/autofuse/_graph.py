@@ -31,14 +31,17 @@ BODIES = {
 }
 
 
-def _is_call(equation) -> bool:
-    """Whether an equation does nothing but call a function, which may be a part of the program."""
+def _is_call(equation, is_pattern: bool) -> bool:
+    """Whether an equation does nothing but call a function, which may be a part of the program.
+
+    A pattern is traced in the context of a user, whose metadata are not its own.
+    """
     params = equation.params
     if equation.primitive.name not in _CALLS or "jaxpr" not in params:
         return False
     if any(map(is_ref, equation.invars)) or params.get("compiler_options_kvs"):
         return False
-    if "inlineable" in (equation.ctx.xla_metadata or ()):
+    if "inlineable" in (equation.ctx.xla_metadata or ()) and not is_pattern:
         return False
     names = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
     options = (x for name in names for x in params.get(name, ()))
@@ -176,7 +179,10 @@ class Graph:
     ``link`` says whether to find the users of the values, which a search needs.
     """
 
-    def __init__(self, jaxpr, constants: Sequence[Any] = (), link: bool = True):
+    def __init__(
+        self, jaxpr, constants: Sequence[Any] = (), link: bool = True, is_pattern: bool = False
+    ):
+        self._is_pattern = is_pattern
         self.nodes: list[Node] = []
         self.constants: dict[Value, Any] = {}
         self.values: list[Value] = []
@@ -234,7 +240,7 @@ class Graph:
         for equation in jaxpr.eqns:
             inputs = [of(a) for a in equation.invars]
             step = Node(equation, inputs, callers)
-            if _is_call(equation):
+            if _is_call(equation, self._is_pattern):
                 function, inner_constants = opened(equation.params["jaxpr"])
                 inside = (equation, *callers)
                 step.body, step.outputs = self._enter(function, inputs, inner_constants, inside)

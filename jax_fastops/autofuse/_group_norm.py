@@ -66,7 +66,7 @@ def _formula(pattern: Pattern, layout: tuple[int, ...], dtype: Any, x64: bool) -
     x, row, eps = (jax.ShapeDtypeStruct(s, wide) for s in (shape, (1, 1, *shape[2:4], 1), ()))
     with fixed(x64):
         traced = jax.make_jaxpr(pattern.function)(x, row, row, eps)
-        graph = Graph(traced.jaxpr, traced.consts)
+        graph = Graph(traced.jaxpr, traced.consts, is_pattern=True)
         count, n = (math.prod(sizes[axis] for axis in _AXES) for sizes in (shape, layout))
         return Compiler(graph, pattern, count, n)(graph.results[0])
 

@@ -357,7 +357,8 @@ class OneHotLossRule(Rule):
             return USED
         first, _ = one_hot[0]
         sizes = [first.sizes[i] for i in (*first.tokens, first.axis)]
-        reads = {"x": read_of(x), "labels": read_of(label)}
+        dtype = root.dtype if root.dtype.itemsize == 8 else None  # else float32
+        reads = {"x": read_of(x, dtype=dtype), "labels": read_of(label)}
         for name, view, sign in first.factors:
             operand = read_of(first.in_order(view, first.tokens), counts=sign)
             reads[f"{name}_{len(reads)}"] = operand

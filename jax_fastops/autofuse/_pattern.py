@@ -102,7 +102,7 @@ def _traced(
     operands = [kinds[KINDS[leaf]] for leaf in leaves]
     with fixed(x64):
         traced = jax.make_jaxpr(functools.partial(function, axis=axis))(*operands)
-    return Graph(traced.jaxpr, traced.consts)
+    return Graph(traced.jaxpr, traced.consts, is_pattern=True)
 
 
 @functools.cache

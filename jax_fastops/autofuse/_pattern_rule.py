@@ -302,8 +302,9 @@ class PatternRule(Rule):
                 return None
             if (kind in ("row", "labels") or name in ("x", "residual")) and None in view.map:
                 return None
-            # The op computes losses of narrow logits in the wider dtype.
-            dtype = root.dtype if kind == "full" and not is_loss else None
+            # The op computes losses of narrow logits in float32.
+            is_cast = kind == "full" and (not is_loss or root.dtype.itemsize == 8)
+            dtype = root.dtype if is_cast else None
             operands[name] = read_of(view, *sizes.get(kind, (shape, places)), dtype)
         return operands, numbers
 

@@ -17,6 +17,7 @@ from jax import lax
 
 from jax_fastops import _compat, _explain, _implementation
 from jax_fastops._dispatch import Decision, Refused, kernels_only
+from jax_fastops._views import explicit_spec
 from jax_fastops.autofuse._value import NO_EQUATION, Value, View
 
 
@@ -268,8 +269,8 @@ def visible(aval) -> tuple:
 
 
 def _struct(value: Value) -> jax.ShapeDtypeStruct:
-    explicit = _compat.sharded_spec(value.aval) is not None
-    sharding = value.aval.sharding if explicit else None
+    sharding = getattr(value.aval, "sharding", None)
+    sharding = None if explicit_spec(sharding, len(value.shape)) is None else sharding
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
 
 

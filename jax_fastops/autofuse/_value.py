@@ -234,7 +234,9 @@ class Value:
         if name == "reshape":
             return operand if node.params.get("dimensions") is None else None
         if name == "reshard":  # of jnp.where in a mesh
-            return operand if self.aval.sharding.spec == operand.aval.sharding.spec else None
+            own, before = self.aval.sharding, operand.aval.sharding
+            same_mesh = before.mesh.empty or own.mesh == before.mesh
+            return operand if same_mesh and own.spec == before.spec else None
         if name == "convert_element_type":
             if self.dtype.kind in "iu" and operand.dtype.kind in "iu":
                 return operand if np.can_cast(operand.dtype, self.dtype) else None
