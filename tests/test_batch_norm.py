@@ -114,7 +114,8 @@ def kept(axis, activation, x, scale, *_):
 
 
 def case(name, shape, axis=-1, residual=False, given=False, parameters=None, fanout=False, **more):
-    options = dict(axis=axis, activation=more.pop("activation", None), eps=1e-2)
+    # Second derivatives are the difference of terms (var + eps) / eps times as large.
+    options = dict(axis=axis, activation=more.pop("activation", None), eps=0.1)
     make = functools.partial(
         draws, axis=axis, residual=residual, given=given, parameters=parameters
     )

@@ -470,11 +470,12 @@ def linearize_vmap_some(fn, inputs, which):
 
 
 def vjp_transpose(fn, inputs):
-    """The pullback, mapped and transposed."""
+    """The pullback, mapped; and transposed, for values that it has not rounded."""
     pullback = jax.vjp(of(fn, inputs.args, inputs.diff), *inputs.primals)[1]
     cotangents = tuple(map(several, inputs.cotangents))
     mapped = jax.vmap(pullback)
-    return jax.linear_transpose(mapped, cotangents)(mapped(cotangents))
+    tangents = tuple(map(several, inputs.tangents))
+    return mapped(cotangents), jax.linear_transpose(mapped, cotangents)(tangents)
 
 
 # Remat, control flow, donation
