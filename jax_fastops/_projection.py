@@ -164,27 +164,21 @@ def attend_list(qkv: Any, qkv_bias: Any, offsets: Any, *, length: int, num_heads
     if qkv_bias.dtype != qkv.dtype:
         qkv_bias = qkv_bias.astype(accumulator_dtype(qkv.dtype))
     options = dict(heads=num_heads, scale=1 / math.sqrt(_HEAD), length=length)
-    return _LIST_OP(qkv, qkv_bias, offsets, features=_features(length, True), **options)
+    return _LIST_OP(qkv, qkv_bias, offsets, features={"keys": length}, **options)
 
 
-def takes_bias(qkv: Any, num_heads: int, masked: bool, longest: int | None = None) -> bool:
+def takes_bias(qkv: Any, num_heads: int, longest: int | None = None) -> bool:
     """Whether a kernel adds the bias of such a projection ``[B, L, features]``.
 
-    It does so in calls that are not differentiated and have only lengths or a mask of keys; if
-    they have, they are ``masked``. ``longest`` is given for a list ``[1, T, features]``: the length
-    of the longest sequence.
+    It does so in calls that are not differentiated and have only lengths or a mask of keys.
+    ``longest`` is given for a list ``[1, T, features]``: the length of the longest sequence.
     """
     length = qkv.shape[1] if longest is None else longest
     if not _fits(qkv, num_heads, length):
         return False
-    op, features = _OP if longest is None else _LIST_OP, _features(length, masked)
-    asked = tuple(features.items())
-    request = _dispatch.Request(_implementation.current(), op.name, str(qkv.dtype), asked)
+    op, features = _OP if longest is None else _LIST_OP, (("keys", length),)
+    request = _dispatch.Request(_implementation.current(), op.name, str(qkv.dtype), features)
     return op.decide(request, _dispatch.lowering_platform()).forward.kernel
-
-
-def _features(length: int, masked: bool) -> dict[str, int]:
-    return {"keys": length, "masked": int(masked)}
 
 
 def _fits(qkv: Any, num_heads: int, length: Any) -> bool:
@@ -226,7 +220,6 @@ def attend(
         return by_engines(call, qkv, bias, num_heads, kv_heads)[0]
 
     operands = (qkv, bias, mask, masks.query_lengths, masks.key_lengths)
-    features = _features(length, any(x is not None for x in operands[2:]))
-    options = dict(heads=num_heads, scale=call.scale)
+    features, options = {"keys": length}, dict(heads=num_heads, scale=call.scale)
     y = _OP(*operands, features=features, otherwise=otherwise, composed=True, **options)
     return y, None

@@ -79,6 +79,7 @@ def case(name, shape, groups, axis=-1, residual=False, parameters=2, wide=None, 
         maps=(tuple(range(1 + residual)),),
         kept=kept,
         shards_under_vmap=False,
+        sums_by_address=True,
         empty="b",
         **more,
     )

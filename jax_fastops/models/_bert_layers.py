@@ -276,7 +276,7 @@ def _attention(params: dict, x, config: Config, mask, key, ops: Ops):
     if isinstance(mask, Tokens):
         length = mask.row_in_list.shape[1]
         own = config.attention == "softmax" and ops.qkv_attention is qkv_attention and not drop
-        if own and takes_bias(qkv, config.heads, True, length):
+        if own and takes_bias(qkv, config.heads, length):
             options = dict(length=length, num_heads=config.heads)
             return attend_list(qkv[0], params["bias"], mask.offsets, **options)[None]
         qkv = mask.to_rows(qkv)
@@ -290,8 +290,7 @@ def _attention_of(bias, qkv, config: Config, ops: Ops, **options: Any):
     if own and not is_sharded(qkv, 1):
         # A kernel of this package adds the bias. Otherwise XLA does, maybe in the product.
         short = options.keys() <= {"mask", "query_seq_lengths", "key_value_seq_lengths"}
-        masked = any(x is not None for x in options.values())
-        short = short and takes_bias(qkv, config.heads, masked)
+        short = short and takes_bias(qkv, config.heads)
         given = (qkv, bias) if short else (biased(qkv, bias),)
         return ops.qkv_attention(*given, num_heads=config.heads, **options)
     head_size = config.hidden_size // config.heads

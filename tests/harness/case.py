@@ -93,6 +93,7 @@ class Case:
         without gradients, too.
       kernels_in_shards: they run on every device, whatever is sharded.
       only_kernels: the gradients need nothing but the kernels.
+      sums_by_address: sums have another order if arrays begin elsewhere, so bits may differ.
       maps: sets of arguments. A map over those of a set has the same calls.
       one_user: the function whose first result is the first two results of `fn`, for two users.
       kept: takes the arguments, and returns the dtype and the size of each array that a backward
@@ -125,6 +126,7 @@ class Case:
     kernels: tuple[str, ...] = ()
     kernels_in_shards: bool = True
     only_kernels: bool = False
+    sums_by_address: bool = False
     maps: tuple[tuple[int, ...], ...] = ()
     one_user: Callable[..., Any] | None = None
     kept: Callable[..., Iterable[tuple[Any, int]]] | None = None
