@@ -1350,15 +1350,17 @@ def test_equal_programs_are_matched_once(monkeypatch):
     count = []
 
     class Counted(_match.Matcher):
-        def __init__(self):
+        def __init__(self, *args):
             count.append(self)
-            super().__init__()
+            super().__init__(*args)
 
     monkeypatch.setattr(_match, "Matcher", Counted)
 
-    def matches(number):
+    def matches(number, layers=1):
         def f(x):
-            return x + jax.nn.gelu(by_moments(x, B, C) @ jnp.ones((40, 40)) + number * B)
+            for _ in range(layers):
+                x = x + jax.nn.gelu(by_moments(x, B, C) @ jnp.ones((40, 40)) + number * B)
+            return x
 
         count.clear()
         jax.make_jaxpr(lambda x: fo.autofuse(f)(x))(X)
@@ -1366,6 +1368,23 @@ def test_equal_programs_are_matched_once(monkeypatch):
 
     assert matches(3.25) > 0
     assert matches(3.25) == 0
+    assert matches(2.25, 3) == matches(1.25, 6) > 0
+
+
+def test_a_norm_like_the_one_before_it_may_be_another():
+    def f(x, first=lambda x: x):
+        for eps, center in ((1e-6, first), (0.5, lambda x: x - B), (1e-6, lambda x: x - B)):
+            y = center(x)
+            y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + eps)
+            x = x + y @ jnp.eye(40)
+        return x
+
+    centered = functools.partial(f, first=lambda x: x - x.mean(-1, keepdims=True))
+    for g, first in ((f, "rms_norm"), (centered, "layer_norm")):
+        found = [e.primitive.name for e in jax.make_jaxpr(fo.autofuse(g))(X).eqns]
+        norms = [name.removeprefix("fastops_") for name in found if "norm" in name]
+        assert norms == [first, "rms_norm", "rms_norm"]
+        close(run(fo.autofuse(g), [X]), run(g, [X]), 3e-5)
 
 
 @pytest.mark.parametrize("mapped", [False, True])

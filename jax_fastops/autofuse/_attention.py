@@ -527,7 +527,7 @@ def _logits(view: View, column: int) -> tuple[View, list[tuple[View, bool]], Any
         return None
     around = {v.node.name for v in value.before}
     for pattern in PATTERNS:
-        if not pattern.name.startswith("softmax") or not pattern.needs <= around:
+        if not pattern.needs <= around or not pattern.name.startswith("softmax"):
             continue
         n = pattern.count(value.sizes, axis)
         first, *_ = formulas(pattern, value.dtype, len(value.long), axis, n)

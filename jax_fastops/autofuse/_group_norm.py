@@ -209,24 +209,25 @@ class GroupNormRule(Rule):
         if len(value.long) > MAX_RANK or value.view(False) is not None:
             return None
         source = value.source(narrowing=True).value
-        key = visible(value.aval), value.dtype, _compat.x64_is_on(), source.structure
-        if source.is_closed and key in self.without and not self.search.thorough:
-            return None
         before, rank = source.before, len(value.long)
         sums = (v.node for v in before if v.node.name == "reduce_sum")
         sums = [s for s in sums if s.inputs[0].is_static and s.inputs[0].size == value.size]
-        sums = list({(s.inputs[0].shape, str(s.params["axes"])): s for s in sums}.values())
-        if not sums or "root" not in operations_of(before):
+        sums = {(s.inputs[0].shape, str(s.params["axes"])): s for s in sums}.values()
+        layouts = list(itertools.chain(*(_layouts(value, s) for s in sums)))
+        if not layouts or "root" not in operations_of(before):
+            return None
+        key = visible(value.aval), value.dtype, _compat.x64_is_on(), source.structure
+        if source.is_closed and key in self.without and not self.search.thorough:
             return None
         for pattern in (p for p in PATTERNS if p.name in ACTIVATIONS):
             (formula,) = formulas(pattern, value.dtype, rank, rank - 1)
             if formula.kind in kinds_of(source) and (state := Matcher()(formula, value)):
                 inner = state.leaves[0]
                 if inner.is_whole and visible(inner.value.aval) == visible(value.aval):
-                    norm = self._norm(inner.value, {inner.value, *before}, sums)
+                    norm = self._norm(inner.value, {inner.value, *before}, layouts)
                     if norm is not None:
                         return self._rewrite(value, norm, pattern.name, state.inner)
-        norm = self._norm(value, {value, *before}, sums)
+        norm = self._norm(value, {value, *before}, layouts)
         if norm is not None:
             return self._rewrite(value, norm)
         if source.is_closed:
@@ -235,10 +236,12 @@ class GroupNormRule(Rule):
             self.without.add(key)
         return None
 
-    def _norm(self, value: Value, before: Container[Value], sums: Sequence[Node]) -> _Norm | None:
+    def _norm(
+        self, value: Value, before: Container[Value], layouts: Sequence[tuple[int, ...]]
+    ) -> _Norm | None:
         """The group norm whose result is a value."""
         nearest: tuple[float, Miss | None] = 0.7, None
-        for layout in itertools.chain(*(_layouts(value, s) for s in sums)):
+        for layout in layouts:
             reader = _Reader(layout, before)
             root = reader(value, reader.dims)
             kinds = kinds_of(root.source(narrowing=True).value)

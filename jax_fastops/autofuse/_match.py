@@ -72,17 +72,17 @@ def _unreduced(order: Map, formula: Apply, found: Reduction) -> Map | None:
 _known: dict[tuple, tuple[Formula, State | None]] = {}
 
 
-def matched(formula: Formula, root: Value) -> State | None:
-    """As ``Matcher()(formula, root)``. It matches once for values of equal structures."""
+def matched(formula: Formula, root: Value, any_numbers: bool = False) -> State | None:
+    """As ``Matcher(any_numbers)(formula, root)``, once for values of equal structures."""
     view = root.source(narrowing=True)
     source, passed = view.value, view.passed[:-1]
     if not source.is_closed:
-        return Matcher()(formula, root)
-    key = id(formula), view.map, source.structure, *[v.computation for v in passed]
+        return Matcher(any_numbers)(formula, root)
+    key = id(formula), any_numbers, view.map, source.structure, *[v.computation for v in passed]
     values = [*passed, *source.before]
     if (known := _known.get(key)) is not None:  # another thread may clear them
         return _renamed(known[1], values)
-    state = Matcher()(formula, root)
+    state = Matcher(any_numbers)(formula, root)
     if len(_known) > 10_000:
         _known.clear()
     _known[key] = formula, _renamed(state, {v: i for i, v in enumerate(values)})
@@ -97,10 +97,52 @@ def _renamed(state: State | None, values: Any) -> State | None:
     return State(leaves, state.free, tuple([values[v] for v in state.inner]))
 
 
-class Matcher:
-    """Matches one formula at one value. ``seen`` records the longest partial match, for reports."""
+def makers(value: Value) -> tuple[str, ...]:
+    """The names of the operations that make a value and its operands."""
+    return (value.node.name, *[v.source(True).value.node.name for v in value.node.inputs])
 
-    def __init__(self) -> None:
+
+def _bits(value: Value) -> bytes | None:
+    return None if value.number is None else value.number.tobytes()  # NaN is not NaN
+
+
+def moved(state: State, root: Value, other: Value) -> State | None:
+    """The match of ``root`` at another value, if all between it and the leaves is computed alike.
+
+    The leaves have equal types and makers. So no larger formula matches if none does at ``root``.
+    """
+    inner, leaves = set(state.inner), {leaf.value for leaf in state.leaves.values()}
+    pairs, left = {root: other}, [root]
+    for a in left:
+        b = pairs[a]
+        if a.computation != b.computation or len(a.node.inputs) != len(b.node.inputs):
+            return None
+        for x, y in zip(a.node.inputs, b.node.inputs, strict=True):
+            if (x.shape, x.dtype, _bits(x)) != (y.shape, y.dtype, _bits(y)):
+                return None
+            if x.number is not None:
+                continue
+            if x in inner:
+                left += [] if x in pairs else [x]
+            else:
+                (x, x_map, _), (y, y_map, _) = x.source(), y.source()
+                if x not in leaves or x_map != y_map or x.aval != y.aval or makers(x) != makers(y):
+                    return None
+            if pairs.setdefault(x, y) is not y:
+                return None
+    if len(set(pairs.values())) < len(pairs) or not pairs.keys() >= inner | leaves:
+        return None
+    return _renamed(state, pairs)
+
+
+class Matcher:
+    """Matches one formula at one value. ``seen`` records the longest partial match, for reports.
+
+    With ``any_numbers``, it takes all numbers for equal. If it then gives up, there may be a match.
+    """
+
+    def __init__(self, any_numbers: bool = False) -> None:
+        self._any_numbers = any_numbers
         self._digits = 0  # of the formula
         self._eps = 0.0  # of the narrowest dtype of a number of the program
         self.seen: tuple[Value, ...] = ()
@@ -114,7 +156,7 @@ class Matcher:
         for state, ratio in self._scaled(formula.formula, root.identity, root.seen, start):
             if self._near(ratio, formula.factor):
                 return state
-        return None
+        return start if self._any_numbers and self._budget < 0 else None
 
     def _may_go_on(self, state: State) -> bool:
         self._budget -= 1
@@ -122,6 +164,8 @@ class Matcher:
 
     def _near(self, a: float, b: float) -> bool:
         """Whether two numbers differ by no more than a rounding, if the program rounds any."""
+        if self._any_numbers:
+            return True
         rounds = self._digits > 16 or self._eps * 2.0**self._digits > 2
         return near(a, b, self._eps if rounds else 5e-10)
 
@@ -234,7 +278,7 @@ class Matcher:
             return
         if len(terms) == 1 and abs(terms[0][0]) != 1:
             self._round(source.value)
-        items = [*((factor * f, source.of(v)) for f, v in terms), *rest]
+        items = [(factor * f, source.of(v)) for f, v in terms] + rest
         yield from self._sum(formula, left, items, total, ratio, state.through(source.passed))
 
     def _whole_sum(self, formula, total: float, ratio: float | None, state: State) -> Iterator:
@@ -286,9 +330,9 @@ class Matcher:
         factors = source.value.factors
         if factors is None or exponent != int(exponent) or not self._may_go_on(state):
             return
-        if len(rest) > sum(max(1, abs(own)) for _, _, own in left):
+        if len(rest) > len(left) and len(rest) > sum(max(1, abs(own)) for _, _, own in left):
             return
-        items = [*((source.of(v), e * exponent) for v, e in factors), *rest]
+        items = [(source.of(v), e * exponent) for v, e in factors] + rest
         total *= source.value.sign**exponent
         yield from self._product(left, items, total, state.through(source.passed))
 
@@ -327,7 +371,7 @@ class Matcher:
         formula, value = formulas[0], inputs[0]
         if isinstance(formula, float):
             known = self._number(value)
-            is_near = self._near if value.is_floating else operator.eq
+            is_near = self._near if value.is_floating or self._any_numbers else operator.eq
             if known is not None and is_near(known, formula):
                 yield from self._operands(formulas[1:], inputs[1:], node, view, state)
             return

@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jax_fastops import _compat, _patched
+from jax_fastops._activations import ACTIVATIONS
 
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"}
 ELEMENTWISE = {
@@ -125,6 +126,8 @@ class DerivativeRule(NamedTuple):
 # By the function, weakly: the cache keeps no function of the user alive.
 _Rules = dict[tuple, DerivativeRule]
 _rules: weakref.WeakKeyDictionary[Callable, _Rules] = weakref.WeakKeyDictionary()
+# The rules of JAX's own functions are the same for all sizes.
+_OF_ANY_SIZE = {getattr(function, "jvp", None) for function in ACTIVATIONS.values()}
 
 
 def derivative_rule(node: Any) -> DerivativeRule:
@@ -132,7 +135,9 @@ def derivative_rule(node: Any) -> DerivativeRule:
     if given is None:
         return _traced_rule(node)
     known = _rules.setdefault(given[0], {})
-    key = *given[1:], *((v.shape, v.dtype) for v in node.inputs), _compat.x64_is_on()
+    any_size = given[0] in _OF_ANY_SIZE
+    types = [(len(v.shape) if any_size else v.shape, v.dtype) for v in node.inputs]
+    key = *given[1:], *types, _compat.x64_is_on()
     if (rule := known.get(key)) is None:
         rule = _traced_rule(node)
         if not rule.text.startswith("unknown"):  # under other settings it may be one of ours

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_fastops import _compat
 from jax_fastops._settings import fixed
@@ -129,7 +130,7 @@ def formulas(
     pattern: Pattern, dtype: Any, rank: int, axis: int, n: int = 0, others: bool = False
 ) -> list[Formula]:
     """:func:`compiled` for results of a dtype in the program that is searched."""
-    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    wide = np.float64 if dtype == np.float64 else np.float32  # their hashes take no time
     return compiled(pattern, rank, axis, n, wide, _compat.x64_is_on(), others)
 
 

@@ -11,7 +11,7 @@ from jax_fastops import _compat, _implementation
 from jax_fastops.autofuse._dropout import drop_at
 from jax_fastops.autofuse._heads import joined
 from jax_fastops.autofuse._masks import masked
-from jax_fastops.autofuse._match import Matcher, State, matched
+from jax_fastops.autofuse._match import Matcher, State, makers, matched, moved
 from jax_fastops.autofuse._meaning import FUSIBLE, REDUCTIONS
 from jax_fastops.autofuse._pattern import (
     KINDS,
@@ -85,6 +85,10 @@ def _is_of_convolution(x: Value) -> bool:
 
 # ---- the rule ------------------------------------------------------------------------------------
 
+# What a pattern that is matched once for equal layers needs one of. An activation matches fast, and
+# may be a part of a norm.
+_STATISTICS = {"root", *REDUCTIONS}
+
 
 class PatternRule(Rule):
     """The largest pattern, with what its op takes before the operand."""
@@ -101,6 +105,8 @@ class PatternRule(Rule):
         # claim them.
         self._with_reductions: set[Value] = set()
         self._logits: dict[Value, tuple | None] = {}  # the sizes of those before a loss
+        # Values of such makers, each with the patterns that are there. The last one was taken.
+        self._matches: dict[tuple, list[tuple[Value, list[tuple[Pattern, int, State]]]]] = {}
 
     def match(self, value: Value) -> Rewrite | None:
         source = value.source(narrowing=True).value
@@ -109,18 +115,29 @@ class PatternRule(Rule):
             return None
         if not (value.is_array and value.is_floating and value.is_plain) or 0 in value.shape:
             return None
+        alike = self._matches.setdefault((value.computation, makers(source)), [])
+        if self.search.thorough or value in self._with_reductions:
+            alike = []
+        for other, found in alike:
+            for pattern, axis, state in found:
+                if (state := moved(state, other, value)) is None:
+                    break
+                if (match := self._checked(pattern, axis, value, state)) is not None:
+                    return match
         before = source.before
         key = value.shape, value.dtype, _compat.x64_is_on(), source.structure
         self._tried, whole, match = [], [], None
         for pattern, axis in self._candidates(value, source, before, key):
-            is_whole, match = self._at(pattern, axis, value)
-            if is_whole:
-                whole.append((pattern, axis))
+            state, match = self._at(pattern, axis, value)
+            if state is not None:
+                whole.append((pattern, axis, state))
             if match is not None:
+                if not _STATISTICS.isdisjoint(pattern.needs):
+                    alike.append((value, whole))
                 break
         if len(self.known) > 10_000:
             self.known.clear()
-        self.known[key] = whole, match is None
+        self.known[key] = [one[:2] for one in whole], match is None
         if match is not None:
             larger = (m for part, m in self._tried if part == 1 and m.name != match.name)
             if (miss := next(larger, None)) is not None:
@@ -172,16 +189,24 @@ class PatternRule(Rule):
         """A formula of the size and the kind of the first result's one."""
         key = pattern, len(self._sizes(pattern, value) or ()), _compat.x64_is_on()
         if key not in self.tops:
-            self.tops[key] = self._formulas(pattern, axis, value)[0]
+            (self.tops[key],) = self._formulas(pattern, axis, value, any_count=True)
         return self.tops[key]
 
     def _formulas(
-        self, pattern: Pattern, axis: int, value: Value, others: bool = False
+        self,
+        pattern: Pattern,
+        axis: int,
+        value: Value,
+        others: bool = False,
+        any_count: bool = False,
     ) -> list[Formula]:
-        """The formula of the first result, or those of the others."""
+        """The formula of the first result, or those of the others.
+
+        With ``any_count``, they are for means over some number of elements.
+        """
         sizes = self._sizes(pattern, value)
         assert sizes is not None
-        n = pattern.count(sizes, axis)
+        n = 0 if any_count else pattern.count(sizes, axis)
         return formulas(pattern, value.dtype, len(sizes), axis, n, others)
 
     def _axes(self, pattern: Pattern, value: Value, around: set) -> Sequence[int]:
@@ -217,11 +242,15 @@ class PatternRule(Rule):
         """Notes why a pattern stays. ``part`` is the share of it that the program has."""
         self._tried.append((part, Miss(name, value, reason, seen=frozenset(seen))))
 
-    def _at(self, pattern: Pattern, axis: int, value: Value) -> tuple[bool, Rewrite | None]:
-        """Whether the whole pattern is at a value, and the rewrite if it is possible."""
+    def _at(self, pattern: Pattern, axis: int, value: Value) -> tuple[State | None, Rewrite | None]:
+        """The match if the whole pattern is at a value, and the rewrite if it is possible."""
         if value in self._with_reductions and not pattern.needs & REDUCTIONS:
-            return True, None  # here, and maybe elsewhere
-        first = self._formulas(pattern, axis, value)[0]
+            return State({}, {}, ()), None  # here, and maybe elsewhere
+        if pattern.needs & REDUCTIONS and not self.search.thorough:
+            (first,) = self._formulas(pattern, axis, value, any_count=True)
+            if matched(first, value, any_numbers=True) is None:
+                return None, None  # no formula is compiled for this number of elements
+        (first,) = self._formulas(pattern, axis, value)
         state = matched(first, value)
         if state is None and self.search.thorough:
             (matcher := Matcher())(first, value)
@@ -233,9 +262,7 @@ class PatternRule(Rule):
                 at = value if stopped is None or stopped.node is NO_EQUATION else stopped
                 reason = "the formula differs from here on"
                 self._note(pattern.name, at, reason, min(part, 0.99), matcher.seen)
-        if state is None:
-            return False, None
-        return True, self._checked(pattern, axis, value, state)
+        return state, None if state is None else self._checked(pattern, axis, value, state)
 
     def _checked(self, pattern: Pattern, axis: int, root: Value, state: State) -> Rewrite | None:
         """The rewrite, if nothing else needs what it replaces and the kernel takes the call."""

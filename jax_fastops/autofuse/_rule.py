@@ -251,12 +251,13 @@ class Search:
         It is traced once, however many parts of the program it replaces. ``chosen`` is what its
         region takes, if it was decided.
         """
-        types = tuple(_struct(v) for v in values)
+        types = tuple([_type(v) for v in values])
         key = call, types, fanout, chosen
-        if key not in self.programs:
+        if (program := self.programs.get(key)) is None:
+            structs = [jax.ShapeDtypeStruct(*x[:2], sharding=x[2]) for x in types]
             with _implementation.use_chosen(chosen):
-                self.programs[key] = _trace(call, types, fanout)
-        return self.programs[key]
+                program = self.programs[key] = _trace(call, structs, fanout)
+        return program
 
 
 def visible(aval) -> tuple:
@@ -268,10 +269,10 @@ def visible(aval) -> tuple:
 # ---- the programs of calls -----------------------------------------------------------------------
 
 
-def _struct(value: Value) -> jax.ShapeDtypeStruct:
+def _type(value: Value) -> tuple[Any, ...]:
     sharding = getattr(value.aval, "sharding", None)
-    sharding = None if explicit_spec(sharding, len(value.shape)) is None else sharding
-    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    explicit = explicit_spec(sharding, len(value.shape)) is not None
+    return value.shape, value.dtype, sharding if explicit else None
 
 
 class _Jitted:

@@ -487,6 +487,8 @@ class View(NamedTuple):
 
     def of(self, operand: Value) -> View:
         """The view of an operand of an element-wise operation."""
+        if operand.shape == self.value.shape:
+            return View(operand, self.map)
         return View(operand, compose(self.map, self.value.map_to(operand)))
 
 
