@@ -20,6 +20,13 @@ OTHERS = {
 }
 # Models of the benchmark of `autofuse`, likewise.
 FUSED = {"pre-norm, Equinox": "transformer of Equinox", "ResNet-50, Flax": "ResNet-50 of Flax"}
+# Parts of a layer of BERT, and names of their kernels: ours and those of compiled PyTorch.
+LAUNCHES = {
+    "products": ("products",),
+    "attention": ("TiledAttentionKernel", "sdpa"),
+    "activation": ("RowElementsKernel", "fused_gelu"),
+    "norms": ("NormRowKernel", "per_fused_add_native_layer_norm"),
+}
 # Rows of one H100 that guides/sources.md compares with another contender: family, op, label, phase.
 SOURCES = {
     "permute_rows": ("transpose", "transpose", "short rows", "forward", "torch"),
@@ -212,11 +219,15 @@ def sources() -> dict[str, str]:
                 name = f"{key}_{case['dtype']}"
                 found[name] = f"{theirs['median_us'] / ours['median_us']:.2f}"
                 found[f"{name}_floor"] = f"{ours['of_floor']:.2f}"
-    rows = load(f"inference-{H200}")["rows"]
-    for row in rows:
-        if (row["contender"], row["shape"]) == ("ours", "32x512"):
-            for kind, ms in (row["kinds_ms"] | {"all": row["busy_ms"]}).items():
-                found[f"layer_{row['attention']}_{kind.split()[0]}_us"] = f"{ms / 12 * 1e3:.0f}"
+    for who in ("ours", "torch"):
+        row = forwards()[f"32x512_{who}"]
+        found[f"layer_{who}_all_us"] = f"{row['busy_ms'] / 12 * 1e3:.0f}"
+        for kind, ms in [*row["kinds_ms"].items(), *((k[0], k[1]) for k in row["kernels"])]:
+            for part, names in LAUNCHES.items():
+                if any(name in kind for name in names):
+                    found[f"layer_{who}_{part}_us"] = f"{ms / 12 * 1e3:.0f}"
+        launches = sum(n for name, _, n in row["kernels"] if not name.startswith("Mem"))
+        found[f"layer_{who}_launches"] = f"{launches:.0f}"
     for key, row in forwards().items():
         found[f"forward_{key}"] = f"{row['ms']:.2f} ({row['latency_ms']:.2f})"
     runs = [
@@ -226,10 +237,6 @@ def sources() -> dict[str, str]:
         if (row.get("contender", row.get("variant")), row.get("shape")) == ("torch", "8x128")
     ]
     found["torch_8x128_runs"] = f"{min(runs):.2f} to {max(runs):.2f}"
-    for layer in load(f"bert-kernels-{H100}")["layers"]:
-        if layer["weights"] == "bfloat16":
-            launches = sum(not kernel.startswith("Memset") for kernel in layer["kernels"])
-            found[f"launches_{layer['attention']}_{layer['contender']}"] = str(launches)
     several = load(f"several-2-{H200}")
     for row in several["rows"]:
         if row["layout"] != "one" and (gain := over_one(several, row)):
