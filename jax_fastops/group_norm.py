@@ -1,8 +1,8 @@
 """Group norm, of a sum with a residual, followed by an activation.
 
-Each direction reads its arrays once if the elements of some groups of a sample fit on a cluster of
-a GPU's processors, and otherwise twice. The backward sums the gradients of the parameters in the
-same pass. The residuals are the input, and the mean and the reciprocal standard deviation of each
+On a GPU each direction is one launch, which reads its arrays once if they fit into the shared memory
+of the processors, and otherwise a part of them twice. The backward sums the gradients of the
+parameters in the same pass. The residuals are the input, and the mean and the reciprocal standard deviation of each
 group.
 """
 
