@@ -62,7 +62,7 @@ def by_engines(
     return call(qkv, size=size, view=view, otherwise=by_softmax)
 
 
-# ---- the ops: attention of short and middling sequences, in a batch and in a list ----------------
+# ---- the ops: attention of one projection, of a batch and of a list ------------------------------
 
 _KERNEL = Kernel.declare(
     "short_attention",
@@ -123,10 +123,12 @@ def _list_reference(qkv, bias, offsets, *, heads: int, scale: float, length: int
         rows = _filled(qkv, jnp.where(place < counts[:, None], starts + place, size))
         y = _reference(rows, bias, None, counts, counts, heads=heads, scale=scale)
         at = jnp.arange(size, dtype=jnp.int32)
-        row = jnp.searchsorted(offsets[1:], at, side="right").astype(jnp.int32)
+        row = jnp.searchsorted(offsets[1:], at, side="right", method="compare_all")
+        row = row.astype(jnp.int32)
         in_rows = row * length + at - starts[jnp.minimum(row, counts.size - 1), 0]
         inside = at < offsets[-1]
-        return _filled(y.reshape(-1, y.shape[-1]), jnp.where(inside, in_rows, y.size))
+        y = y.reshape(-1, y.shape[-1])
+        return _filled(y, jnp.where(inside, in_rows, y.shape[0]))
 
     return over_leading(example, 2)(qkv, offsets)
 
@@ -153,8 +155,8 @@ def attend_list(qkv: Any, qkv_bias: Any, offsets: Any, *, length: int, num_heads
     Args:
       qkv: ``[T, 3 * num_heads * 64]``, the sequences one after the other.
       qkv_bias: ``[3 * num_heads * 64]``.
-      offsets: int32 ``[n + 1]``: where the sequences begin, and where the last one ends. The result
-        is 0 after that.
+      offsets: int32 ``[n + 1]``, at least two: where the sequences begin, and where the last one
+        ends, at most at ``T``. The result is 0 after that.
       length: of the longest sequence, at most 4096.
       num_heads: the number of heads.
 
@@ -186,7 +188,7 @@ def _fits(qkv: Any, num_heads: int, length: Any) -> bool:
     return (
         str(qkv.dtype) in ("bfloat16", "float16")
         and isinstance(length, int)
-        and length <= _LENGTH
+        and 0 < length <= _LENGTH
         and 0 not in qkv.shape
         and qkv.ndim == 3
         and qkv.shape[2] == 3 * num_heads * _HEAD
@@ -196,7 +198,7 @@ def _fits(qkv: Any, num_heads: int, length: Any) -> bool:
 def attend(
     call: Attend, qkv: Any, qkv_bias: Any, num_heads: int, kv_heads: int
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As :func:`by_engines`, and by the kernel where it is faster."""
+    """The result by the kernel where it is faster, and otherwise by :func:`by_engines`."""
     masks, length = call.masks, qkv.shape[1]
     only_keys = masks.mask is None or masks.mask.shape[1:] == (1, 1, length)
     others = masks._replace(mask=None, query_lengths=None, key_lengths=None) != Masks()

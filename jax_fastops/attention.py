@@ -30,7 +30,7 @@ from jax_fastops._arguments import (
 )
 from jax_fastops._attention import Attend, Masks
 from jax_fastops._broadcast import of_rank
-from jax_fastops._projection import attend
+from jax_fastops._projection import attend, attend_list
 from jax_fastops._random import drop_of
 from jax_fastops._registry import example, example_key, register
 from jax_fastops._settings import own_code
@@ -57,6 +57,16 @@ for _name, _function in {
 for _name, _width in {"qkv_attention": (768, 36), "short_attention": (768, 768)}.items():
     _call = example(lambda qkv: qkv_attention(qkv, num_heads=4), "b t f", **_SIZES, f=_width)
     register("attention", _name, _call)
+
+
+def _list(qkv):
+    """Two sequences in a list."""
+    t = qkv.shape[0]
+    offsets = jnp.array([0, t // 2, t], jnp.int32)
+    return attend_list(qkv, jnp.ones(qkv.shape[1:]), offsets, length=t - t // 2, num_heads=4)
+
+
+register("attention", "list_attention", example(_list, "t f", **_SIZES, f=(768, 768)))
 
 
 def attention(

@@ -248,13 +248,22 @@ def cross_entropy_of_one_hot(
 
 
 def _sharded_alike(logits, labels):
-    """Both sharded like the tokens of either, if that is part of the type, as gradients will be."""
+    """Both sharded like the tokens of either, if that is part of the type, as gradients will be.
+
+    Raises a ValueError if both are sharded in ways that exclude each other.
+    """
     own, others = spec_of(logits), spec_of(labels)
     if own is None and others is None:
         return logits, labels
     *tokens, classes = own or (None,) * logits.ndim
     pairs = list(zip(tokens, others or (None,) * labels.ndim, strict=True))
     kind = kind_of([jax.typeof(logits), jax.typeof(labels)])
+    merged = [axis for a, b in pairs for axis in _axes(a or b)] + [*_axes(classes)]
+    if len(set(merged)) < len(merged):
+        raise ValueError(
+            f"cross_entropy: the logits are sharded as {own} and the labels as {others}; shard "
+            "them alike by jax.sharding.reshard"
+        )
 
     def over(x, spec):
         return x if spec_of(x) == spec else reshard(x, kind.update(spec=PartitionSpec(*spec)))
@@ -262,6 +271,10 @@ def _sharded_alike(logits, labels):
     return over(logits, (*(a or b for a, b in pairs), classes)), over(
         labels, tuple(b or a for a, b in pairs)
     )
+
+
+def _axes(part) -> tuple:
+    return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
 def check_options(name: str, label_smoothing: object, z_loss: object) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Group norm, of a sum with a residual, followed by an activation.
 
-On a GPU each direction is one launch, which reads its arrays once if they fit into the shared memory
-of the processors, and otherwise a part of them twice. The backward sums the gradients of the
-parameters in the same pass. The residuals are the input, and the mean and the reciprocal standard deviation of each
-group.
+On a GPU each direction is one launch, which reads its arrays once if they fit into the shared
+memory of the processors, and otherwise a part of them twice. The backward sums the gradients of the
+parameters in the same pass. The residuals are the input, and the mean and the reciprocal standard
+deviation of each group.
 """
 
 from __future__ import annotations
@@ -225,8 +225,9 @@ def _limit(x, at: int, num_groups: int) -> str | None:
         return "there are no elements"
     if math.prod(x.shape[1:at]) > 1 and math.prod(x.shape[at + 1 :]) > 1:
         return "the channels are neither before nor after all positions"
-    if x.shape[at] // num_groups > limit("group_norm_channels"):
-        return f"a group has more than {limit('group_norm_channels')} channels"
+    channels = limit("group_norm_channels") // (2 if x.dtype == np.float64 else 1)
+    if x.shape[at] // num_groups > channels:
+        return f"a group has more than {channels} channels"
     return None
 
 

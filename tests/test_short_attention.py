@@ -183,25 +183,45 @@ def test_values(batch, length, heads, dtype):
         np.testing.assert_array_equal(np.asarray(y)[wanted == 0], 0)
 
 
+@pytest.mark.skipif(not HERE, reason="needs a GPU")
+@pytest.mark.usefixtures("native", "exact_products")
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 0.2])
+def test_tiles_without_keys(scale):
+    """Whole tiles of 64 keys do not count, for scales of any sign."""
+    rng = np.random.default_rng(2)
+    qkv = normal(rng, (3, 300, 384), "bfloat16")
+    keys = (np.arange(300) // 64 % 2 == 1) & (np.arange(300) < np.array([[300], [100], [128]]))
+    y = fo.qkv_attention(qkv, num_heads=2, mask=keys[:, None, None], scale=scale)
+    scaled = qkv.astype("float32")
+    scaled[..., :128] *= 8 * scale
+    wanted = np.asarray(expected(scaled, None, keys, heads=2))
+    assert np.linalg.norm(np.asarray(y, np.float32) - wanted) <= 6e-3 * np.linalg.norm(wanted)
+
+
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "counts, rest, heads", [((3, 0, 5), 2, 2), ((129, 1, 300, 64), 0, 3), ((0, 40), 500, 1)]
+    "counts, rest, heads", [((3, 0, 5), 2, 2), ((129, 1, 300, 64), 3, 3), ((0, 40), 500, 1)]
 )
 def test_list(counts, rest, heads, dtype):
     """Each sequence is as if alone, also by vmap. After the last one there are zeros."""
     rng = np.random.default_rng(1)
-    offsets = np.cumsum((0, *counts), dtype=np.int32)
-    qkv = normal(rng, (2, offsets[-1] + rest, 192 * heads), dtype)
-    qkv[:, offsets[-1] :] = np.nan
+    offsets = np.cumsum([(0, *counts), (0, *counts[::-1])], axis=1, dtype=np.int32)
+    end = sum(counts)
+    qkv = normal(rng, (2, end + rest, 192 * heads), dtype)
+    qkv[:, end:] = np.nan
     bias = normal(rng, (192 * heads,), "float32")
     attend = functools.partial(attend_list, length=max(counts), num_heads=heads)
-    y = jax.jit(jax.vmap(attend, (0, None, None)))(qkv, bias, offsets)
+    with fo.use_implementation("native" if HERE else "auto"):
+        y = jax.jit(jax.vmap(attend, (0, None, 0)))(qkv, bias, offsets)
     wanted = np.zeros(y.shape, "float32")
-    for begin, end in itertools.pairwise(np.unique(offsets)):
-        wanted[:, begin:end] = expected(qkv[:, begin:end].astype("float32"), bias, heads=heads)
+    for row, own in enumerate(offsets):
+        for begin, until in itertools.pairwise(np.unique(own)):
+            part = qkv[row : row + 1, begin:until].astype("float32")
+            wanted[row, begin:until] = expected(part, bias, heads=heads)[0]
     error = np.linalg.norm(np.asarray(y, np.float32) - wanted)
     assert error <= (6e-3 if dtype == "bfloat16" else 8e-4) * np.linalg.norm(wanted)
-    assert not np.asarray(y[:, offsets[-1] :], np.float32).any()
+    assert not np.asarray(y[:, end:], np.float32).any()
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
         in_batch = in_batch.at[in_list].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
         counts = mask.sum(1, dtype=jnp.int32)
         offsets = jnp.pad(jnp.cumsum(counts, dtype=jnp.int32), (1, 0))
-        starts = offsets[:-1]
+        starts, offsets = offsets[:-1], jnp.minimum(offsets, capacity)
         place = jnp.arange(length, dtype=jnp.int32)[None]
         row_in_list = jnp.where(place < counts[:, None], starts[:, None] + place, capacity)
         row = jnp.minimum(in_batch, size - 1) // length

@@ -16,9 +16,10 @@ void FillCommon(Call& call, const char* x, GroupNormCall* c) {
   c->samples = call.Batch();
   c->outer = own[0], c->groups = own[1], c->channels = own[2], c->inner = own[3];
   call.Require(c->outer == 1 || c->inner == 1, x, "must have its channels first or last");
-  call.Require(c->channels <= kMaxGroupChannels, x, "has groups of too many channels");
   call.Require(c->samples == 0 || c->sample_size() > 0, x, "must have elements");
   c->dtype = call.Type();
+  const int64_t most = kMaxGroupChannels / (c->dtype == DType::kF64 ? 2 : 1);
+  call.Require(c->channels <= most, x, "has groups of too many channels");
   c->active = call.Attribute<std::string_view>("activation") != "none";
   if (c->active) c->activation = ReadActivation(call);
   c->scale = {call.In("scale?"), call.Wide("scale?")};

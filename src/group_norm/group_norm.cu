@@ -50,6 +50,42 @@ struct Nothing {
 // -------------------------------------------------------------------------------------------------
 // Forward
 
+// What a forward loads first: the parameters of a channel, and three elements of its group.
+template <typename T>
+struct Prepared {
+  using A = ComputeType<T>;
+
+  Fetched<T> scale, bias;
+  T x[3], residual[3];
+
+  template <typename B>
+  __device__ __forceinline__ void LoadElements(const B& b, int group, const T* all,
+                                               const T* residuals) {
+    const Plan& plan = b.plan;
+    const int size = plan.group_channels;
+    const int64_t first = b.origin + group * size * b.channel_step();
+#pragma unroll
+    for (int k = 0; k < 3; ++k) {
+      const int of = k == 0 ? 0 : k == 1 ? size / 2 : size - 1;
+      const int64_t position = k == 0 ? 0 : k == 1 ? plan.positions / 2 : plan.positions - 1;
+      const int64_t at = first + of * b.channel_step() + position * b.position_step();
+      x[k] = all[at];
+      if (residuals != nullptr) residual[k] = residuals[at];
+    }
+  }
+
+  // The base: the median, or 0 if it is not finite.
+  __device__ __forceinline__ A Base(bool has_residual) const {
+    A e[3];
+#pragma unroll
+    for (int k = 0; k < 3; ++k) {
+      e[k] = ToCompute(x[k]) + (has_residual ? ToCompute(residual[k]) : A(0));
+    }
+    const A base = max(min(e[0], e[1]), min(max(e[0], e[1]), e[2]));
+    return base - base != A(0) ? A(0) : base;
+  }
+};
+
 template <typename T, int kBytes, bool kLast>
 __global__ void __launch_bounds__(kThreads, ForwardBlocks(sizeof(T), kLast))
     ForwardKernel(const __grid_constant__ Params<GroupNormForwardCall> p) {
@@ -77,26 +113,13 @@ __global__ void __launch_bounds__(kThreads, ForwardBlocks(sizeof(T), kLast))
     return V::template Load<CacheHint::kNoAllocate>(x + at);
   };
   V started[kUnits];
-  struct Prepared {
-    Fetched<T> scale, bias;
-    T x[3], residual[3];  // of the group
-  };
   const int row = plan.row;
   b.ForChannels(
       [&](int channel, int group) {
-        Prepared f;
+        Prepared<T> f;
         f.scale.Load(call.scale, b.first_channel + channel);
         f.bias.Load(call.bias, b.first_channel + channel);
-        const int size = plan.group_channels;
-        const int64_t first = b.origin + group * size * b.channel_step();
-#pragma unroll
-        for (int k = 0; k < 3; ++k) {
-          const int of = k == 0 ? 0 : k == 1 ? size / 2 : size - 1;
-          const int64_t position = k == 0 ? 0 : k == 1 ? plan.positions / 2 : plan.positions - 1;
-          const int64_t at = first + of * b.channel_step() + position * b.position_step();
-          f.x[k] = x[at];
-          if (r != nullptr) f.residual[k] = r[at];
-        }
+        f.LoadElements(b, group, x, r);
         return f;
       },
       [&] {
@@ -108,14 +131,8 @@ __global__ void __launch_bounds__(kThreads, ForwardBlocks(sizeof(T), kLast))
           b.template Prefetch<kUnits / 2>(range, x, r);
         }
       },
-      [&](int channel, int group, A* c, const Prepared& f) {
-        A e[3];
-#pragma unroll
-        for (int k = 0; k < 3; ++k) {
-          e[k] = ToCompute(f.x[k]) + (r == nullptr ? A(0) : ToCompute(f.residual[k]));
-        }
-        A base = max(min(e[0], e[1]), min(max(e[0], e[1]), e[2]));
-        if (base - base != A(0)) base = 0;
+      [&](int channel, int group, A* c, const Prepared<T>& f) {
+        const A base = f.Base(r != nullptr);
         c[0] = f.scale.Value(call.scale, 1), c[row] = f.bias.Value(call.bias, 0);
         c[2 * row] = base;
         if (b.IsFirst(channel, group)) *b.Group(group) = base;
@@ -219,6 +236,76 @@ __global__ void __launch_bounds__(kThreads, ForwardBlocks(sizeof(T), kLast))
 // -------------------------------------------------------------------------------------------------
 // Backward
 
+// What a backward loads of x and of the cotangent.
+template <typename V>
+struct LoadedPair {
+  V x, dy;
+};
+
+// Writes dx of a block, when the sums are there. `started`: the registers of loads under way.
+template <typename T, int kBytes, bool kLast, int kUnits>
+__device__ __forceinline__ void WriteGradients(
+    const Block<T, kBytes, kLast>& b, const GroupNormBackwardCall& call,
+    LoadedPair<typename Block<T, kBytes, kLast>::V> (&started)[kUnits]) {
+  using B = Block<T, kBytes, kLast>;
+  using A = typename B::A;
+  using V = typename B::V;
+  using Loaded = LoadedPair<V>;
+  constexpr int kSize = B::kSize, kChannels = B::kChannels;
+  const Plan& plan = b.plan;
+  const T *const x = static_cast<const T*>(call.s), *const dy = static_cast<const T*>(call.dy);
+  T* const dx = static_cast<T*>(call.dx);
+  for (int pass = plan.passes - 1; pass >= 0; --pass) {
+    const auto own = b.Find();
+    A c[5][kChannels];
+    b.Read(own, pass, c);
+    // From x - mean or x, and g.
+    const auto write = [&](A(&d)[kSize], const A(&g)[kSize], int64_t at) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const int of = kChannels == 1 ? 0 : i;
+        d[i] = fma(g[i], c[0][of], -fma(d[i], c[3][of], c[4][of]));
+      }
+      StoreUnit<CacheHint::kStreaming>(V::Packed(d), dx + at);
+    };
+    const auto unpack = [&](const Loaded& loaded, A(&d)[kSize], A(&g)[kSize]) {
+      loaded.x.Unpack(d);
+      loaded.dy.Unpack(g);
+#pragma unroll
+      for (int i = 0; i < kSize && !B::kFolds; ++i) d[i] -= c[2][kChannels == 1 ? 0 : i];
+    };
+    const int kept = b.KeptOf(own, pass);
+    const auto reload = [&](int64_t at, int) { return Loaded{V::Load(x + at), V::Load(dy + at)}; };
+    const auto again = b.template From<-1>(own, pass, own.units - 1, own.units - kept);
+    b.Start(again, reload, started);
+    ForFormula<T>(call, [&](auto formula) {
+      constexpr A kScale = ScaleOf<decltype(formula)>();
+      b.Sweep(again, reload, started, [&](const Loaded& loaded, int64_t at, int) {
+        A d[kSize], g[kSize];
+        unpack(loaded, d, g);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          const int of = kChannels == 1 ? 0 : i;
+          const A z = fma(d[i], c[0][of], c[1][of]);
+          g[i] = PullOf<T>(formula, z * kScale, g[i]);
+        }
+        write(d, g, at);
+      });
+    });
+    b.template Sweep<2>(
+        b.template From<-1>(own, pass, kept - 1, kept),
+        [&](int64_t, int unit) {
+          const char* const place = b.Kept(unit, 2);
+          return Loaded{V::Load(place), V::Load(place + B::kKeptStride)};
+        },
+        [&](const Loaded& loaded, int64_t at, int) {
+          A d[kSize], g[kSize];
+          unpack(loaded, d, g);
+          write(d, g, at);
+        });
+  }
+}
+
 template <typename T, int kBytes, bool kLast>
 __global__ void __launch_bounds__(kThreads, BackwardBlocks(sizeof(T), kLast))
     BackwardKernel(const __grid_constant__ Params<GroupNormBackwardCall> p) {
@@ -241,9 +328,7 @@ __global__ void __launch_bounds__(kThreads, BackwardBlocks(sizeof(T), kLast))
   const int64_t statistics = b.sample * plan.groups + b.first_group;
   const A* const mean = static_cast<const A*>(call.mean) + statistics;
   const A* const rstd = static_cast<const A*>(call.rstd) + statistics;
-  struct Loaded {
-    V x, dy;
-  };
+  using Loaded = LoadedPair<V>;
   const auto load = [&](int64_t at, int) {
     return Loaded{V::template Load<CacheHint::kNoAllocate>(x + at),
                   V::template Load<CacheHint::kNoAllocate>(dy + at)};
@@ -340,56 +425,7 @@ __global__ void __launch_bounds__(kThreads, BackwardBlocks(sizeof(T), kLast))
     }
   });
   AwaitBlock<false>();
-  T* const dx = static_cast<T*>(call.dx);
-  for (int pass = plan.passes - 1; pass >= 0; --pass) {
-    const auto own = b.Find();
-    A c[5][kChannels];
-    b.Read(own, pass, c);
-    // From x - mean or x, and g.
-    const auto write = [&](A(&d)[kSize], const A(&g)[kSize], int64_t at) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        const int of = kChannels == 1 ? 0 : i;
-        d[i] = fma(g[i], c[0][of], -fma(d[i], c[3][of], c[4][of]));
-      }
-      StoreUnit<CacheHint::kStreaming>(V::Packed(d), dx + at);
-    };
-    const auto unpack = [&](const Loaded& loaded, A(&d)[kSize], A(&g)[kSize]) {
-      loaded.x.Unpack(d);
-      loaded.dy.Unpack(g);
-#pragma unroll
-      for (int i = 0; i < kSize && !B::kFolds; ++i) d[i] -= c[2][kChannels == 1 ? 0 : i];
-    };
-    const int kept = b.KeptOf(own, pass);
-    const auto reload = [&](int64_t at, int) { return Loaded{V::Load(x + at), V::Load(dy + at)}; };
-    const auto again = b.template From<-1>(own, pass, own.units - 1, own.units - kept);
-    b.Start(again, reload, started);
-    ForFormula<T>(call, [&](auto formula) {
-      constexpr A kScale = ScaleOf<decltype(formula)>();
-      b.Sweep(again, reload, started, [&](const Loaded& loaded, int64_t at, int) {
-        A d[kSize], g[kSize];
-        unpack(loaded, d, g);
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          const int of = kChannels == 1 ? 0 : i;
-          const A z = fma(d[i], c[0][of], c[1][of]);
-          g[i] = PullOf<T>(formula, z * kScale, g[i]);
-        }
-        write(d, g, at);
-      });
-    });
-    b.template Sweep<2>(
-        b.template From<-1>(own, pass, kept - 1, kept),
-        [&](int64_t, int unit) {
-          const char* const place = b.Kept(unit, 2);
-          return Loaded{V::Load(place), V::Load(place + B::kKeptStride)};
-        },
-        [&](const Loaded& loaded, int64_t at, int) {
-          A d[kSize], g[kSize];
-          unpack(loaded, d, g);
-          write(d, g, at);
-        });
-  }
+  WriteGradients(b, call, started);
   b.End();
 }
 
@@ -452,6 +488,7 @@ cudaError_t Run(const Call& call, int arrays, int64_t sums, int alignment, cudaS
   const Shape shape = {call.samples,    call.groups, call.channels,     call.positions(),
                        call.inner == 1, item,        std::max(item, 4), arrays};
   const Plan plan = MakePlan(shape, alignment, call.workspace_size / sums, limits);
+  if (plan.parts == 0) return cudaErrorInvalidValue;  // too little shared memory
   const int64_t grid = shape.samples * plan.sets * plan.parts;
   const auto launch = [&](auto kernel) {
     LaunchConfig config = Grid(grid, kThreads, plan.shared_bytes, plan.clusters ? plan.parts : 1);

@@ -140,6 +140,7 @@ Plan MakePlan(const Shape& shape, int alignment, int64_t max_parts, const Limits
     }
     if (groups <= least || (shape.last && groups * shape.channels * shape.item < 64)) break;
   }
+  if (best.parts == 0) return best;
   const auto by = [](int32_t divisor) { return FastDivisor(static_cast<uint32_t>(divisor)); };
   best.by_parts = by(best.parts), best.by_sets = by(best.sets);
   best.by_inner = by(best.last ? best.width : best.lanes), best.by_lanes = by(best.lanes);

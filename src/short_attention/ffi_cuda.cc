@@ -1,4 +1,5 @@
-// The handler of attention of short sequences. jax_fastops/_projection.py declares its buffers.
+// The handlers of attention of one projection, of a batch and of lists. jax_fastops/_projection.py
+// declares its buffers.
 #include "core/alignment.h"
 #include "core/ffi/handler.h"
 #include "short_attention/short_attention.h"
@@ -25,7 +26,8 @@ cuda::ShortAttentionCall Read(Call& call) {
 }
 
 void SetLength(Call& call, cuda::ShortAttentionCall* c, int64_t length) {
-  call.Require(length <= cuda::kShortAttentionLength, "qkv", "has too many tokens");
+  call.Require(length >= 1 && length <= cuda::kShortAttentionLength, "qkv",
+               "must have sequences of 1 to 4096 tokens");
   c->length = static_cast<int>(length);
 }
 

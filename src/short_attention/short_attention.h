@@ -1,4 +1,4 @@
-// Attention of short and of middling sequences, read from one projection.
+// Attention of one projection.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -28,7 +28,8 @@ struct ShortAttentionCall {
   const int32_t *q_lengths, *kv_lengths;
   // [batch / sequences, sequences + 1]: where the sequences of each list begin, and where the last
   // one ends; null: a batch. In qkv and y, [batch / sequences, tokens] is then in the place of
-  // [batch, length]. There is no mask, and there are no lengths.
+  // [batch, length]. There is no mask, and there are no lengths. Offsets are clamped to the list,
+  // and sequences to `length`: y is not written after that.
   const int32_t* offsets;
   int sequences, tokens;  // of a list
   void* y;                // [batch, length, heads, kShortAttentionHead]

@@ -43,9 +43,10 @@ struct Sequence {
     } else {
       const int list = index / (call.sequences + 1), own = index % (call.sequences + 1);
       const bool is_rest = own == call.sequences;
-      const int first = call.offsets[index];
+      const int first = min(max(call.offsets[index], 0), call.tokens);
+      const int end = is_rest ? call.tokens : min(call.offsets[index + 1], call.tokens);
       begin = static_cast<int64_t>(list) * call.tokens + first;
-      length = (is_rest ? call.tokens : call.offsets[index + 1]) - first;
+      length = is_rest ? end - first : min(max(end - first, 0), call.length);
       keys = queries = is_rest ? 0 : length;
     }
   }

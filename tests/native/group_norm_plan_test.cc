@@ -22,13 +22,14 @@ void CheckPlan(Random& random) {
   shape.item = 2 << random.Below(3);
   shape.accumulator = std::max(shape.item, 4);
   if (random.Coin()) shape.channels = jax_fastops::RoundUp(shape.channels, 8) % 2048 + 8;
+  if (shape.item == 8) shape.channels = std::min<int64_t>(shape.channels, 1024);
   if (random.Coin()) shape.positions = jax_fastops::RoundUp(shape.positions, 8);
   shape.arrays = 1 + static_cast<int>(random.Below(2));
   const int alignment = 1 << random.Below(5);
   const int64_t max_parts = random.Size(256);
   Limits limits = {.processors = static_cast<int>(random.Size(160)),
                    .blocks = static_cast<int>(random.Size(kMaxBlocks)),
-                   .shared_per_block = (random.Coin() ? 226 : 162) << 10,
+                   .shared_per_block = (random.Coin() ? random.Coin() ? 226 : 162 : 99) << 10,
                    .shared_per_processor = 228 << 10,
                    .cooperative = random.Coin()};
   const int64_t clusters = random.Below(kMaxLogCluster + 1);

@@ -60,7 +60,9 @@ __device__ __forceinline__ void ShowToProducts() {
 #endif
 }
 
-// A is in registers, and its registers are not read afterwards; B is in rows, the first one at `b`.
+// A is in registers, which may not change before AwaitProducts, and hold A for this call only: the
+// compiler has put other values into them when they were read again later. B is in rows, the first
+// one at `b`.
 template <typename T>
 __device__ __forceinline__ void AddProduct([[maybe_unused]] MatrixC (&c)[8],
                                            [[maybe_unused]] const MatrixA& a,
