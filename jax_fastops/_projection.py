@@ -123,8 +123,7 @@ def _list_reference(qkv, bias, offsets, *, heads: int, scale: float, length: int
         rows = _filled(qkv, jnp.where(place < counts[:, None], starts + place, size))
         y = _reference(rows, bias, None, counts, counts, heads=heads, scale=scale)
         at = jnp.arange(size, dtype=jnp.int32)
-        row = jnp.searchsorted(offsets[1:], at, side="right", method="compare_all")
-        row = row.astype(jnp.int32)
+        row = (offsets[1:] <= at[:, None]).sum(1, dtype=jnp.int32)
         in_rows = row * length + at - starts[jnp.minimum(row, counts.size - 1), 0]
         inside = at < offsets[-1]
         y = y.reshape(-1, y.shape[-1])
