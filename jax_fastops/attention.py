@@ -61,7 +61,7 @@ for _name, _width in {"qkv_attention": (768, 36), "short_attention": (768, 768)}
 
 def _list(qkv):
     """Two sequences in a list."""
-    t = qkv.shape[0]
+    qkv, t = jnp.asarray(qkv), qkv.shape[0]
     offsets = jnp.array([0, t // 2, t], jnp.int32)
     return attend_list(qkv, jnp.ones(qkv.shape[1:]), offsets, length=t - t // 2, num_heads=4)
 

@@ -64,7 +64,8 @@ def programs(call, args):
     }
 
 
-@pytest.mark.parametrize("op", CALLS)
+# The mask of a softmax has infinities inside.
+@pytest.mark.parametrize("op", [op for op in CALLS if op != "list_attention"])
 def test_finite_values_pass_the_checks_for_nan_and_infinity(op, by):
     args = operands(CALLS[op])
     for program in programs(CALLS[op], args).values():
@@ -136,7 +137,8 @@ def test_jet_takes_a_custom_derivative_if_it_takes_that_of_jax(op, native):
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("op", [op for op in CALLS if op not in CUSTOM])
+# jet has no rule for the mask of a softmax.
+@pytest.mark.parametrize("op", [op for op in CALLS if op not in (*CUSTOM, "list_attention")])
 def test_jet_gives_the_derivatives_along_a_path(op, native):
     call = CALLS[op]
     args = operands(call)
