@@ -222,7 +222,7 @@ def sources() -> dict[str, str]:
     for who in ("ours", "torch"):
         row = forwards()[f"32x512_{who}"]
         found[f"layer_{who}_all_us"] = f"{row['busy_ms'] / 12 * 1e3:.0f}"
-        for kind, ms in [*row["kinds_ms"].items(), *((k[0], k[1]) for k in row["kernels"])]:
+        for kind, ms in [*row["kinds_ms"].items(), *(k[:2] for k in row["kernels"])]:
             for part, names in LAUNCHES.items():
                 if any(name in kind for name in names):
                     found[f"layer_{who}_{part}_us"] = f"{ms / 12 * 1e3:.0f}"

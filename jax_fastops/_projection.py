@@ -39,8 +39,7 @@ def by_engines(
     def biased(qkv):
         if qkv_bias is None:
             return qkv
-        wide = qkv_bias.dtype if qkv_bias.dtype == qkv.dtype else accumulator_dtype(qkv.dtype)
-        return add(qkv, of_rank(qkv_bias.astype(wide), qkv.ndim))
+        return add(qkv, of_rank(_wide(qkv_bias, qkv), qkv.ndim))
 
     def view(qkv):
         qkv = biased(qkv)
@@ -60,6 +59,11 @@ def by_engines(
         return merge_last(y), sums
 
     return call(qkv, size=size, view=view, otherwise=by_softmax)
+
+
+def _wide(bias, qkv):
+    """A bias in the dtype of the projection, or in that of its sums."""
+    return bias if bias.dtype == qkv.dtype else bias.astype(accumulator_dtype(qkv.dtype))
 
 
 # ---- the ops: attention of one projection, of a batch and of a list ------------------------------
@@ -162,8 +166,7 @@ def attend_list(qkv: Any, qkv_bias: Any, offsets: Any, *, length: int, num_heads
     Returns:
       ``[T, num_heads * 64]``.
     """
-    if qkv_bias.dtype != qkv.dtype:
-        qkv_bias = qkv_bias.astype(accumulator_dtype(qkv.dtype))
+    qkv_bias = _wide(qkv_bias, qkv)
     options = dict(heads=num_heads, scale=1 / math.sqrt(_HEAD), length=length)
     return _LIST_OP(qkv, qkv_bias, offsets, features={"keys": length}, **options)
 
@@ -214,8 +217,8 @@ def attend(
     mask, bias = masks.mask, qkv_bias
     if mask is not None:
         mask = jnp.broadcast_to(mask[:, 0, 0], qkv.shape[:2])
-    if bias is not None and bias.dtype != qkv.dtype:
-        bias = bias.astype(accumulator_dtype(qkv.dtype))
+    if bias is not None:
+        bias = _wide(bias, qkv)
 
     def otherwise(qkv, bias, *masks):
         return by_engines(call, qkv, bias, num_heads, kv_heads)[0]

@@ -29,7 +29,7 @@ from jax_fastops._kernel import Kernel, kind_of, match_varying
 from jax_fastops._op import Op
 from jax_fastops._registry import example
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import explicit_spec, spec_of
+from jax_fastops._views import explicit_spec, mesh_axes, spec_of
 
 _OPTIONS = {"label_smoothing": np.float64, "z_loss": np.float64}
 _FORWARD = Kernel.declare(
@@ -258,7 +258,7 @@ def _sharded_alike(logits, labels):
     *tokens, classes = own or (None,) * logits.ndim
     pairs = list(zip(tokens, others or (None,) * labels.ndim, strict=True))
     kind = kind_of([jax.typeof(logits), jax.typeof(labels)])
-    merged = [axis for a, b in pairs for axis in _axes(a or b)] + [*_axes(classes)]
+    merged = mesh_axes(*(a or b for a, b in pairs), classes)
     if len(set(merged)) < len(merged):
         raise ValueError(
             f"cross_entropy: the logits are sharded as {own} and the labels as {others}; shard "
@@ -271,10 +271,6 @@ def _sharded_alike(logits, labels):
     return over(logits, (*(a or b for a, b in pairs), classes)), over(
         labels, tuple(b or a for a, b in pairs)
     )
-
-
-def _axes(part) -> tuple:
-    return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
 def check_options(name: str, label_smoothing: object, z_loss: object) -> dict[str, Any]:

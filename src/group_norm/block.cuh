@@ -209,9 +209,9 @@ struct Block {
   }
 
   // Sets the two sums of each channel, from those that sweep(pass, first, second) adds up in this
-  // thread, and those of each group, where a channel has the weight weight(channel). If there are
-  // other parts, waits for theirs. Those of other clusters come through the workspace: of groups,
-  // and, with kStores, of channels.
+  // thread, and those of each group, where a channel has the weight weight(channel). Waits for the
+  // sums of other parts, if there are any. Other clusters give theirs through the workspace: the
+  // sums of groups and, with kStores, of channels.
   template <bool kStores, typename Sweep, typename Weight>
   __device__ __forceinline__ void Sums(A* to, const Sweep& sweep, const Weight& weight) const {
     const int width = plan.width, lanes = plan.lanes;

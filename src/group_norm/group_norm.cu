@@ -34,7 +34,7 @@ namespace {
 using namespace group_norm;  // NOLINT: this file is a part of it
 
 // Blocks of a processor that have the registers for it, and units of an array that a thread has
-// under way. Fewer blocks with more loads are faster than more blocks with fewer, but for these.
+// under way. Elsewhere, fewer blocks with more loads are faster.
 constexpr int ForwardBlocks(int item, bool last) { return item == 2 && !last ? 4 : 3; }
 constexpr int BackwardBlocks(int item, bool last) { return item == 4 && !last ? 3 : 2; }
 constexpr int UnitsOf(int blocks, bool backward, int bytes) {
@@ -447,7 +447,7 @@ struct BackwardKernels {
   }
 };
 
-// The limits of the current device, but for `blocks`. Asks the kernel with the most blocks.
+// The limits of the current device, without `blocks`. Asks the kernel with the most blocks.
 cudaError_t GetLimits(Limits* limits) {
   static PerDevice<Limits> known;
   return known.Get(limits, [](Limits* found) {

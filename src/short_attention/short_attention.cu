@@ -1,4 +1,4 @@
-// Attention of sequences of up to 128 tokens, forward. That of longer ones is in tiled.cuh.
+// Attention of sequences of up to 128 tokens, forward. tiled.cuh has longer ones.
 //
 // At these lengths, one kernel takes as long as a few launches. So this one does all that is
 // between the projection and the next product: it adds the bias of the projection, applies lengths

@@ -9,6 +9,7 @@
 #include "core/cuda/dependent.cuh"
 #include "core/cuda/math.cuh"
 #include "core/cuda/warpgroup.cuh"
+#include "core/integer.h"
 #include "short_attention/rows.cuh"
 
 namespace jax_fastops::cuda {
@@ -19,13 +20,13 @@ struct Tiled {
   static constexpr int kKeys = 64;                   // of a tile
   static constexpr int kRows = 64 * kHead;           // elements of 64 queries, keys or values
 
-  static int64_t Parts(int length) { return (length + kQueries - 1) / kQueries; }
+  static int64_t Parts(int length) { return CeilDiv(length, kQueries); }
 
   // Two tiles of keys and values, the queries, the bias of the values, and bits of the keys that
   // count.
   static int64_t SharedBytes(int length) {
-    const int64_t tiles = (length + kKeys - 1) / kKeys;
-    return 1024 + int64_t{2} * 5 * kRows + int64_t{sizeof(float)} * kHead + 8 * tiles;
+    return 1024 + int64_t{2} * 5 * kRows + int64_t{sizeof(float)} * kHead +
+           8 * CeilDiv(length, kKeys);
   }
 };
 

@@ -51,6 +51,15 @@ __device__ __forceinline__ void LoadTwoTransposedB(uint32_t (&b)[4], const T* p,
   LoadMatrices<false>(b, p + lane % 8 * pitch + lane / 8 * 8);
 }
 
+// The statement with the name of T in instructions.
+#define FASTOPS_OF_16_BITS(T, statement)             \
+  if constexpr (std::is_same_v<T, __half>) {         \
+    statement("f16");                                \
+  } else {                                           \
+    static_assert(std::is_same_v<T, __nv_bfloat16>); \
+    statement("bf16");                               \
+  }
+
 // result = plus + A B, with the B at `b`, two registers.
 #define FASTOPS_MULTIPLY(type)                                                          \
   asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                            \
@@ -62,12 +71,7 @@ __device__ __forceinline__ void LoadTwoTransposedB(uint32_t (&b)[4], const T* p,
 template <typename T>
 __device__ __forceinline__ void MultiplyAdd(MatrixC& result, const MatrixA& a, const uint32_t* b,
                                             const MatrixC& plus) {
-  static_assert(std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>);
-  if constexpr (std::is_same_v<T, __half>) {
-    FASTOPS_MULTIPLY("f16");
-  } else {
-    FASTOPS_MULTIPLY("bf16");
-  }
+  FASTOPS_OF_16_BITS(T, FASTOPS_MULTIPLY);
 }
 
 #undef FASTOPS_MULTIPLY

@@ -73,11 +73,7 @@ __device__ __forceinline__ void AddProduct([[maybe_unused]] MatrixC (&c)[8],
                ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"                                   \
                : FASTOPS_ALL_OF(c)                                                            \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-  if constexpr (std::is_same_v<T, __half>) {
-    FASTOPS_MULTIPLY("f16");
-  } else {
-    FASTOPS_MULTIPLY("bf16");
-  }
+  FASTOPS_OF_16_BITS(T, FASTOPS_MULTIPLY);
 #undef FASTOPS_MULTIPLY
 #endif
 }
@@ -96,11 +92,7 @@ __device__ __forceinline__ void RowProduct([[maybe_unused]] MatrixC (&c)[8],
       ", %32, %33, p, 1, 1, 0, 0;\n}\n"                                              \
       : FASTOPS_ALL_OF(c)                                                            \
       : "l"(a), "l"(b), "r"(int{add}))
-  if constexpr (std::is_same_v<T, __half>) {
-    FASTOPS_MULTIPLY("f16");
-  } else {
-    FASTOPS_MULTIPLY("bf16");
-  }
+  FASTOPS_OF_16_BITS(T, FASTOPS_MULTIPLY);
 #undef FASTOPS_MULTIPLY
 #endif
 }
