@@ -35,12 +35,7 @@ struct BiasActOf {
   template <typename T>
   static __device__ __forceinline__ void Apply(const ComputeType<T> (&x)[2],
                                                ComputeType<T> (&y)[1]) {
-    using Formula = FormulaOf<kActivation, ActivationMath<T>>;
-    if constexpr (requires { Formula::ValueOfTwice(x[0]); }) {
-      y[0] = Formula::ValueOfTwice(fmaf(x[0], 0.5f, 0.5f * x[1]));
-    } else {
-      y[0] = Formula::Value(x[0] + x[1]);
-    }
+    y[0] = ActivatedSum<kActivation, T>(x[0], x[1]);
   }
 
   template <typename T>

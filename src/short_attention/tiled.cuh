@@ -61,6 +61,7 @@ __device__ __forceinline__ void Score(MatrixC (&s)[8], const T* queries, const T
     StartProducts(s);
 #pragma unroll
     for (int d = 0; d < 4; ++d) RowProduct<T>(s, q + d * 2, k + d * 2, d > 0);
+    CommitProducts();
     AwaitProducts(s);
   } else {
     const int row = WarpIndex() * 16 + lane % 16;
@@ -93,6 +94,7 @@ __device__ __forceinline__ void AddValues(MatrixC (&y)[8], const MatrixA (&weigh
     StartProducts(y);
 #pragma unroll
     for (int t = 0; t < 4; ++t) AddProduct<T>(y, weights[t], rows + t * 128);
+    CommitProducts();
     AwaitProducts(y);
   } else {
 #pragma unroll

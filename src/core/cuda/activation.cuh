@@ -244,6 +244,17 @@ struct ActivationMath {
   }
 };
 
+// act(x + bias).
+template <Activation kActivation, typename T>
+__device__ __forceinline__ ComputeType<T> ActivatedSum(ComputeType<T> x, ComputeType<T> bias) {
+  using Formula = FormulaOf<kActivation, ActivationMath<T>>;
+  if constexpr (requires { Formula::ValueOfTwice(x); }) {
+    return Formula::ValueOfTwice(fmaf(x, 0.5f, 0.5f * bias));
+  } else {
+    return Formula::Value(x + bias);
+  }
+}
+
 // Calls visit with an activation as a std::integral_constant. With a default, what visit sets need
 // not be kept through the switch: else bias_act's backward spills 32 bytes in place of 16.
 template <typename Visit>

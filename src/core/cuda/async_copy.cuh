@@ -80,6 +80,18 @@ __device__ __forceinline__ void AwaitBlock() {
   __syncthreads();
 }
 
+// Waits until kThreads threads, in whole warps, have arrived at a barrier of the block: 1 to 15.
+template <int kThreads>
+__device__ __forceinline__ void AwaitThreads(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
+
+// Arrives there without waiting.
+template <int kThreads>
+__device__ __forceinline__ void ArriveAmongThreads(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
+
 // Waits for all lanes of the warp.
 __device__ __forceinline__ void AwaitWarp() { __syncwarp(); }
 
@@ -118,6 +130,20 @@ struct Barrier {
   __device__ __forceinline__ void ArriveAfterCopies() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(SharedAddress(this))
                  : "memory");
+  }
+  // Wait, for what this block's threads and the copies that they started have written.
+  __device__ __forceinline__ void WaitInBlock([[maybe_unused]] int parity) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    uint32_t done;
+    do {
+      asm volatile(
+          "{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;"
+          " selp.u32 %0, 1, 0, done; }"
+          : "=r"(done)
+          : "r"(SharedAddress(this)), "r"(parity)
+          : "memory");
+    } while (done == 0);
+#endif
   }
   __device__ __forceinline__ void Wait(int parity) {
     uint32_t done;
