@@ -63,6 +63,7 @@ class Op:
     # What a forward must gain for `auto` to take the kernel, because XLA may fuse the forward.
     lone_gain: float = 0.0
     kernel_of: str = ""  # the public op that this one calls, if its name differs
+    composed: Callable | None = None  # what `auto` runs in place of the kernel, if it calls ops
     fitted: bool = True  # `auto` decides by entries of this op, and not by those of several ops
     # How often the main operand, and in the backward all that is kept, is read: statistics must be
     # known before normalization starts.
@@ -284,6 +285,14 @@ def torch_activation(name: str) -> Callable:
 
 def torch_bias_act(x, bias, activation):
     return torch_activation(activation)(x + bias)
+
+
+def composed_dense_act(x, kernel, bias, activation):
+    return fo.bias_act(x @ kernel, bias, activation=activation)
+
+
+def torch_dense_act(x, kernel, bias, activation):
+    return torch_activation(activation)(functional().linear(x, kernel.t(), bias))
 
 
 def torch_gated_act(gate, up=None, activation="silu"):
@@ -515,6 +524,29 @@ def _activations(names: tuple[str, ...]) -> tuple[Layout, ...]:
     )
 
 
+def into(columns: int) -> Callable:
+    """Rows, a kernel of so many columns, and a bias."""
+    return lambda shape: (shape, (shape[-1], columns), (columns,))
+
+
+def _dense(rows: int, width: int, columns: int, activation: str = "gelu_exact") -> Layout:
+    """On a CPU a sixteenth of the rows."""
+    label = f"{rows} x {width} x {columns}"
+    label += f", {activation}" if activation != "gelu_exact" else ""
+    shapes = (rows, width), (max(1, rows // 16), width)
+    options = {"activation": activation}
+    return Layout(label, *shapes, ("bfloat16",), options, operands=into(columns))
+
+
+# The feed-forward of BERT-base, also of a list of tokens, that of BERT-large, and odd rows.
+DENSE = (
+    *(_dense(rows, 768, 3072) for rows in (32, 128, 1024, 13312, 16384)),
+    *(_dense(16384, 768, 3072, name) for name in ("gelu", "silu", "relu")),
+    _dense(16384, 1024, 4096),
+    _dense(5000, 520, 776),
+)
+
+
 def _windows(padding: str, *kinds: tuple[str, int, Shape, Shape]) -> tuple[Layout, ...]:
     """Over the last axis; and over the first one, with the axes of the arrays exchanged."""
     before = "VALID, " * (padding == "VALID")
@@ -722,6 +754,23 @@ OPS = (
         "bias_act",
         reference=_plain.bias_act,
         **MAY_FUSE,
+    ),
+    *(
+        op(
+            name,
+            "x, x, x",
+            DENSE,
+            reference=_plain.dense_act,
+            torch=torch_dense_act,
+            kernel_of="dense_act",
+            phases=("forward",),
+            fitted=fitted,
+            **more,
+        )
+        for name, fitted, more in (
+            ("dense_act", True, {"composed": composed_dense_act}),
+            ("dense_act_composed", False, {"ours": composed_dense_act}),
+        )
     ),
     op("gated_act", "x, x", GATES, reference=_plain.gated_act, **MAY_FUSE),
     op(

@@ -8,7 +8,7 @@ import math
 import random
 
 from benchmarks import cases
-from benchmarks.cases import DTYPES, MOVED, SMOOTH, Layout, Op, Shape, words
+from benchmarks.cases import DTYPES, HALVES, MOVED, SMOOTH, Layout, Op, Shape, words
 
 Rng = random.Random
 
@@ -23,7 +23,7 @@ def draw(rng: Rng, op: Op, largest: int) -> Layout:
     shape, options = made[:2]
     more = made[2] if len(made) > 2 else {}
     floating = ("float32", "bfloat16") if rng.random() < 0.8 else DTYPES
-    dtypes = MOVED if op.family == "transpose" else floating
+    dtypes = {"transpose": MOVED, "dense_act": HALVES}.get(op.family, floating)
     named = "".join(f" {key} {value}" for key, value in options.items())
     return Layout(f"{shape}{named}", shape, shape, (rng.choice(dtypes),), options, **more)
 
@@ -145,6 +145,14 @@ def _bias_act(rng: Rng, op: Op, elements: int):
     if len(shape) == 3 and rng.random() < 0.25:  # a bias for each sequence of a batch
         return shape, options, {"operands": lambda shape: (shape, (shape[0], 1, shape[2]))}
     return shape, options
+
+
+def _dense_act(rng: Rng, op: Op, elements: int):
+    """Sizes that the kernel takes, and up to ``elements`` elements in each array."""
+    width = 8 * number(rng, 1, min(1024, math.isqrt(elements) // 8))
+    columns = 8 * number(rng, 1, min(2048, elements // width // 8))
+    shape = max(1, elements // max(width, columns)), width
+    return shape, {"activation": rng.choice((*SMOOTH, "relu"))}, {"operands": cases.into(columns)}
 
 
 def _gated_act(rng: Rng, op: Op, elements: int):

@@ -24,6 +24,7 @@ from jax_fastops.autofuse import FuseReport, Missed, Replaced, autofuse
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference, batch_norm_statistics
 from jax_fastops.bias_act import bias_act
 from jax_fastops.cross_entropy import cross_entropy
+from jax_fastops.dense_act import dense_act
 from jax_fastops.dropout import dropout, dropout_mask
 from jax_fastops.freeze import Frozen, freeze
 from jax_fastops.gated_act import gated_act
@@ -55,6 +56,7 @@ __all__ = [
     "batch_norm_statistics",
     "bias_act",
     "cross_entropy",
+    "dense_act",
     "dropout",
     "dropout_mask",
     "explain",

@@ -157,6 +157,10 @@ _CUDA = _entries([
      (groups < 3) & ~aligned & (size >= 16 * MB)),
     ("cross_entropy", "half float32", (size >= 64 * KB) | (row_bytes >= 64),
      (size >= 128 * KB) | (row_bytes >= 512)),
+    *((name, "half", row_count >= 96, NEVER) for name in (
+        "dense_gelu", "dense_gelu_exact", "dense_silu",
+    )),
+    ("dense_relu", "half", NEVER, NEVER),
     ("dropout", "all", ALWAYS, ALWAYS),
     ("gated_act", "half", NEVER, aligned.then(size >= 8 * MB, size >= MB)),
     ("gated_act", "float32 float64", NEVER, size >= 8 * MB),

@@ -76,7 +76,8 @@ class Request:
     def mapped(self, n) -> Request:
         """The request of ``n`` such calls at once. A choice for one of them does not hold."""
         features = dict(self.features)
-        features["bytes"] = features["bytes"] * n if isinstance(n, int) else SYMBOLIC
+        for name in features.keys() & {"bytes", "row_count"}:
+            features[name] = features[name] * n if isinstance(n, int) else SYMBOLIC
         own = "auto" if isinstance(self.implementation, Chosen) else self.implementation
         return dataclasses.replace(self, features=tuple(features.items()), implementation=own)
 

@@ -31,7 +31,9 @@ from jax_fastops._dispatch import Choice, Decision, lowering_platform
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _MODELS = os.path.join(_HERE, "models")
-_LIBRARIES = (_HERE, *(os.path.dirname(os.path.abspath(m.__file__ or "")) for m in (jax, jaxlib)))
+# contextlib calls the functions that have a decorator of the op layer.
+_LIBRARIES = (_HERE, contextlib.__file__)
+_LIBRARIES += tuple(os.path.dirname(os.path.abspath(m.__file__ or "")) for m in (jax, jaxlib))
 _COLUMNS = ("op", "operands", "runs", "calls", "kept", "where", "why")
 
 # The session of `explain` in force in this thread, or 0. A user context is part of the key of jit's

@@ -89,6 +89,24 @@ def native_in_float64(native):
 
 
 @pytest.fixture
+def cuda_programs(monkeypatch):
+    """Programs are lowered for CUDA as by a build without cuDNN, whatever this machine has."""
+    import jax_fastops as fo
+    from jax_fastops import _dispatch, _explain, _native
+
+    of_cuda = ("dense_act", "list_attention", "short_attention")
+    names = frozenset({*_native.kernels("cpu"), *(f"jax_fastops.{name}" for name in of_cuda)})
+    own = _native.kernels
+    monkeypatch.setattr(_native, "kernels", lambda p: names if p == "cuda" else own(p))
+    monkeypatch.setattr(_native, "runs_here", lambda p: True)
+    monkeypatch.setattr(_native, "device", lambda p: ("", 0.0, 0.0))
+    for module in (_dispatch, _explain):
+        monkeypatch.setattr(module, "lowering_platform", lambda: "cuda")
+    with fo.use_implementation("auto"):
+        yield
+
+
+@pytest.fixture
 def exact_products():
     """By default, float32 products and convolutions on a GPU are rounded to fewer bits."""
     import jax

@@ -178,7 +178,7 @@ def test_layer_is_fused(native, without_cudnn, attention):
     function, args = layer_program(config, spies)
     traced = function.trace(*args)
     norm = ("residual_layer_norm", ["eps", "fanout", "input_bias"])
-    around = [norm, ("bias_act", ["activation"]), norm]
+    around = [norm, ("dense_act", ["activation"]), norm]
     inside = {
         "softmax": [("qkv_attention", ["mask", "num_heads"])],
         "xla": [],
@@ -406,6 +406,8 @@ def test_plain_ops():
         ),
         ("layer_norm", (x,), {}),
         ("bias_act", (x, bias), {}),
+        ("dense_act", (x, residual[0].T, bias[:5]), dict(activation="relu")),
+        ("dense_act", (x, residual[0].T), {}),
         ("linear_cross_entropy", (x, residual[0], labels), {}),
         (
             "linear_cross_entropy",

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, checks
 from harness.numerics import normal
-from harness.programs import equations
+from harness.programs import cuda_targets_of, equations
 from harness.sharding import mesh_for
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
-from jax_fastops import _dispatch, _native
+from jax_fastops import _native
 from jax_fastops._projection import attend_list
 from jax_fastops.models import _bert_layers, bert
 
-KERNEL, LISTS = "jax_fastops.short_attention", "jax_fastops.list_attention"
+KERNEL = "jax_fastops.short_attention"
 HERE = jax.default_backend() == "gpu" and KERNEL in _native.kernels("cuda")
 
 
@@ -66,19 +66,8 @@ def test_transforms(check):
 # ---- which calls take the kernel -----------------------------------------------------------------
 
 
-@pytest.fixture
-def cuda_programs(monkeypatch):
-    """Programs are lowered for CUDA as by a build without cuDNN, whatever this machine has."""
-    names = frozenset({*_native.kernels("cpu"), KERNEL, LISTS})
-    own = _native.kernels
-    monkeypatch.setattr(_native, "kernels", lambda p: names if p == "cuda" else own(p))
-    monkeypatch.setattr(_native, "runs_here", lambda p: True)
-    monkeypatch.setattr(_dispatch, "lowering_platform", lambda: "cuda")
-
-
-def calls(fn, *args):
-    text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    return text.count(f"@{KERNEL}.v")
+def calls(fn, *args, name="short_attention"):
+    return cuda_targets_of(fn, *args).count(name)
 
 
 @pytest.mark.jax
@@ -235,8 +224,8 @@ def test_list_of_bert(layers, cuda_programs):
         x = bert.apply(params, tokens, config, mask=mask, token_capacity=capacity)[0]
         return jnp.where(mask[..., None], x, 0).astype("float32")
 
-    text = jax.jit(apply, static_argnums=1).trace(params, 110).lower(lowering_platforms=("cuda",))
-    assert text.as_text().count("@jax_fastops.list_attention.v") == layers
+    listed = functools.partial(apply, capacity=110)
+    assert calls(listed, params, name="list_attention") == layers
     grad = jax.jit(jax.grad(lambda p, n: jnp.sin(apply(p, n)).sum()), static_argnums=1)
     for a, b in zip(
         *(jax.tree.leaves((apply(params, n), grad(params, n))) for n in (110, None)), strict=True

@@ -160,6 +160,8 @@ def build(case: Case, name: str, data: Operands, phases: Iterable[str] | None = 
     kernels = fo.info()["ops"][case.op.kernel_of or case.op.name]
     if name == "native" and kernels.get(platform) != "native":
         raise RuntimeError(f"this installation has no kernel for {platform}")
+    if name == "xla" and case.op.composed:
+        ours, name = partial(case.op.composed, **case.layout.options), "auto"
     with fo.use_implementation(name):
         return contender(ours, case.differentiated, data, prefix, phases)
 

@@ -354,9 +354,12 @@ def with_fused_products(tile: int):
             return x._replace(bias=bias)
         return fo.bias_act(x, bias, activation=activation)
 
+    def dense_act(x, kernel, bias, *, activation):
+        return bias_act(dot_or_pending(x, kernel), bias, activation=activation)
+
     layers.dot = dot_or_pending
     try:
-        yield bert.FASTOPS._replace(bias_act=bias_act)
+        yield bert.FASTOPS._replace(bias_act=bias_act, dense_act=dense_act)
     finally:
         layers.dot = dot
 

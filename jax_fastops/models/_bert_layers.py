@@ -21,6 +21,7 @@ from jax_fastops.models._products import (
     ATTENTIONS,
     accumulator_dtype,
     biased,
+    dense_act,
     dot,
     jax_attention,
     take_rows,
@@ -140,6 +141,7 @@ class Ops(NamedTuple):
     residual_layer_norm: Callable
     layer_norm: Callable
     bias_act: Callable
+    dense_act: Callable
     dropout: Callable
     linear_cross_entropy: Callable
     take: Callable
@@ -254,8 +256,7 @@ def apply_layer(params: dict, x, config: Config, mask, key, ops: Ops, fanout: bo
     norm = functools.partial(_add_norm, config=config, ops=ops)
     x = norm(params["output"], params["output_norm"], y, residual, keys[1], fanout=not config.remat)
     x, residual = x if isinstance(x, tuple) else (checkpoint_name(x, _NORM),) * 2
-    y = dot(x, params["up"]["kernel"])
-    y = ops.bias_act(y, params["up"]["bias"], activation=config.activation)
+    y = dense_act(params["up"], x, config, ops)
     return norm(params["down"], params["norm"], y, residual, keys[2], fanout=fanout)
 
 

@@ -21,6 +21,7 @@ from jax_fastops.models._plain import rotated
 from jax_fastops.models._products import (
     ATTENTIONS,
     biased,
+    dense_act,
     dot,
     jax_attention,
     of_rank,
@@ -209,6 +210,7 @@ class Ops(NamedTuple):
     layer_norm: Callable
     residual_layer_norm: Callable
     bias_act: Callable
+    dense_act: Callable
 
 
 class Cache(NamedTuple):
@@ -460,8 +462,7 @@ def _layer(params: dict, x, residual, cached, config: Config, turns, attend: _At
         y = ops.gated_act(*_products(params, "gate_up", y), activation=config.activation)
         y = dot(y, params["down"]["kernel"])
     else:
-        y = dot(y, params["up"]["kernel"])
-        y = ops.bias_act(y, params["up"]["bias"], activation=config.activation)
+        y = dense_act(params["up"], y, config, ops)
         y = biased(dot(y, params["down"]["kernel"]), params["down"]["bias"])
     if "down_norm" in params:
         y, _ = _norm(params["down_norm"], y, None, config, ops)

@@ -13,6 +13,7 @@ from jax_fastops.bias_act import ACTIVATIONS
 from jax_fastops.models._products import (
     accumulator_dtype,
     biased,
+    dot,
     of_rank,
     same_segment,
     softcapped,
@@ -184,6 +185,11 @@ def layer_norm(x, scale=None, bias=None, *, eps: float = 1e-6, fanout=False):
 
 def bias_act(x, bias, *, activation: str = "gelu"):
     return ACTIVATIONS[activation](biased(x, bias))
+
+
+def dense_act(x, kernel, bias=None, *, activation: str = "gelu"):
+    y = dot(x, kernel)
+    return ACTIVATIONS[activation](y if bias is None else biased(y, bias))
 
 
 def linear_cross_entropy(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 import jax_fastops as fo
+from jax_fastops.dense_act import product
 from jax_fastops.models._sharding import explicit_spec, tokens_at_once
 
 #: What computes the attention of a network.
@@ -35,10 +36,18 @@ def dot(x, kernel):
             rows = jnp.broadcast_to(x.reshape(1, -1), (count, x.size))
             y = jax.lax.dot_general(rows, kernel, (((1,), (0,)), ((), ())))
             return y[0].reshape(*x.shape[:-1], *kernel.shape[1:])
-    spec = None
-    if specs[0] is not None and specs[1] is not None:
-        spec = PartitionSpec(*specs[0][:-1], *specs[1][1:])
-    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), out_sharding=spec)
+    return product(x, kernel)
+
+
+def dense_act(params: dict, x, config, ops):
+    """The activation of ``config`` after a product with a bias.
+
+    A kernel of both would gather a sharded kernel of the layer, and :func:`dot` knows single rows.
+    """
+    kernel, bias = params["kernel"], params["bias"]
+    if config.tensor_parallel or x.size == x.shape[-1]:
+        return ops.bias_act(dot(x, kernel), bias, activation=config.activation)
+    return ops.dense_act(x, kernel, bias, activation=config.activation)
 
 
 def accumulator_dtype(dtype):

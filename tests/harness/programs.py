@@ -24,6 +24,12 @@ def targets_of(fn: Callable[..., Any], *args: Any) -> list[str]:
     return targets(jax.jit(fn).lower(*args).compile().as_text())
 
 
+def cuda_targets_of(fn: Callable[..., Any], *args: Any) -> list[str]:
+    """The names of the kernels that a program calls if it is lowered for CUDA, sorted."""
+    text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return sorted(re.findall(r"@jax_fastops\.(\w+?)\.v", text))
+
+
 def value_and_gradients(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """A function from cotangents and arguments to results and all gradients."""
 
