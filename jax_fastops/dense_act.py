@@ -68,7 +68,7 @@ def _forward(x, kernel, bias, *, activation: str):
     return _KERNEL(x, kernel, bias, activation=activation).y
 
 
-def _reference(x, kernel, bias, *, activation: str):
+def _reference(x, kernel, bias, *, activation: Activation):
     return bias_act(product(x, kernel), bias, activation=activation)
 
 

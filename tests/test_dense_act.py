@@ -23,6 +23,7 @@ from jax_fastops.models import bert, decoder
 pytestmark = pytest.mark.kernels
 
 HERE = jax.default_backend() == "gpu" and "jax_fastops.dense_act" in _native.kernels("cuda")
+HERE = HERE and _native.device("cuda")[1] == 9.0
 on_gpu = pytest.mark.skipif(not HERE, reason="needs a GPU of compute capability 9.0")
 
 
@@ -216,7 +217,9 @@ def test_values(dtype, activation):
             total += 0 if bias is None else bias.astype("float64")
             wanted = np.asarray(ACTIVATIONS[activation](jnp.asarray(total)))
         error, size = np.abs(y - wanted), np.sqrt(np.mean(wanted**2))
-        assert np.sqrt(np.mean(error**2)) <= eps / 2 * size, (rows, k, n)
+        # One rounding has an error of 0.19 to 0.23 epsilons in norm, the reference 0.26 to 0.34.
+        units = 0.25 if dtype == "bfloat16" and y.size > 100 else 0.5
+        assert np.sqrt(np.mean(error**2)) <= units * eps * size, (rows, k, n)
         assert np.max(error / (np.abs(wanted) + size)) <= eps, (rows, k, n)
 
 
@@ -232,4 +235,5 @@ def test_special_values(activation):
     y = jax.jit(run)(x, kernel)
     with fo.use_implementation("xla"):
         wanted = jax.jit(lambda *args: run(*args))(x, kernel)
-    np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (y, wanted)), rtol=1e-2)
+    pair = (np.asarray(a, np.float32) for a in (y, wanted))
+    np.testing.assert_allclose(*pair, rtol=1e-2, atol=1e-6)
