@@ -149,8 +149,9 @@ def _bias_act(rng: Rng, op: Op, elements: int):
 
 def _dense_act(rng: Rng, op: Op, elements: int):
     """Sizes that the kernel takes, and up to ``elements`` elements in each array."""
-    width = 8 * number(rng, 1, min(1024, math.isqrt(elements) // 8))
-    columns = 8 * number(rng, 1, min(2048, elements // width // 8))
+    unit = rng.choice((8, 64, 64))  # 64: rows of whole lines
+    width = unit * number(rng, 1, max(1, min(8192, math.isqrt(elements)) // unit))
+    columns = unit * number(rng, 1, max(1, min(16384, elements // width) // unit))
     shape = max(1, elements // max(width, columns)), width
     return shape, {"activation": rng.choice((*SMOOTH, "relu"))}, {"operands": cases.into(columns)}
 

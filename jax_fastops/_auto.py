@@ -70,9 +70,9 @@ row_bytes, row_count, inner_bytes = map(Feature, ("row_bytes", "row_count", "inn
 group_bytes, channel_count = Feature("group_bytes"), Feature("channel_count")
 head_bytes, groups, radius, keys = map(Feature, ("head_bytes", "groups", "radius", "keys"))
 inner, ends, odd_bias = inner_bytes >= 1, Feature("ends") >= 1, Feature("odd_bias") >= 1
-aligned, mixed, masked, broadcast, whole_bias, norm, rows, across, undivided = (
+aligned, lines, mixed, masked, broadcast, whole_bias, norm, rows, across, undivided = (
     Feature(name) >= 1
-    for name in "aligned mixed masked broadcast whole_bias norm rows across undivided".split()
+    for name in "aligned lines mixed masked broadcast whole_bias norm rows across undivided".split()
 )
 
 # What reasons call a feature: of a number, and of a bound of 1 (whether it is, or is not).
@@ -91,6 +91,7 @@ WORDS: dict[str, str] = {
 }
 FLAGS: dict[str, tuple[str, str]] = {
     "aligned": ("rows of a multiple of 16 bytes", "rows of no multiple of 16 bytes"),
+    "lines": ("rows of a multiple of 128 bytes", "rows of no multiple of 128 bytes"),
     "mixed": ("x and residual of two dtypes", "x and residual of one dtype"),
     "masked": ("a mask", "no mask"),
     "broadcast": ("a broadcast operand", "no broadcast operand"),
@@ -157,7 +158,7 @@ _CUDA = _entries([
      (groups < 3) & ~aligned & (size >= 16 * MB)),
     ("cross_entropy", "half float32", (size >= 64 * KB) | (row_bytes >= 64),
      (size >= 128 * KB) | (row_bytes >= 512)),
-    *((name, "half", row_count >= 96, NEVER) for name in (
+    *((name, "half", lines & (row_count >= 96) & (size >= 256 * KB), NEVER) for name in (
         "dense_gelu", "dense_gelu_exact", "dense_silu",
     )),
     ("dense_relu", "half", NEVER, NEVER),

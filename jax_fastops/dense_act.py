@@ -62,6 +62,14 @@ def _rows(x) -> int:
     return math.prod(lead) if all(isinstance(d, int) for d in lead) else SYMBOLIC
 
 
+def _features(x, kernel) -> dict[str, int]:
+    """What decides. Of rows that begin within lines of 128 bytes, the kernel reads two lines each."""
+    lines = all(
+        isinstance(size, int) and size * x.dtype.itemsize % 128 == 0 for size in kernel.shape
+    )
+    return {"row_count": _rows(x), "lines": int(lines)}
+
+
 def _forward(x, kernel, bias, *, activation: str):
     if (reason := _limit(x, kernel)) is not None:  # with the axes that vmap maps
         raise Refused(reason)
@@ -148,7 +156,7 @@ def dense_act(
         kernel,
         None if bias is None else not_weak(bias),
         entry=f"dense_{measured(activation)}",
-        features={"row_count": _rows(x)},
+        features=_features(x, kernel),
         limit=_limit(x, kernel),
         composed=True,
         activation=activation,
