@@ -63,7 +63,7 @@ def _rows(x) -> int:
 
 
 def _features(x, kernel) -> dict[str, int]:
-    """What decides. Of rows that begin within lines of 128 bytes, the kernel reads two lines each."""
+    """What decides: rows that begin within lines of 128 bytes take two reads for each line."""
     lines = all(
         isinstance(size, int) and size * x.dtype.itemsize % 128 == 0 for size in kernel.shape
     )
