@@ -102,7 +102,9 @@ using Kernel = void (*)(Params);
 
 template <typename T, bool kAligned, bool kDrops, size_t kForm>
 Kernel RowsKernelOf() {
-  if constexpr (!kDrops || NormBackwardFormOf(sizeof(T), kAligned, kForm).drops) {
+  if constexpr (sizeof(T) < 8 && !kAligned) {
+    return KernelOf<NormBackwardKernels, NormAnyRowsKernel<kForm>>();
+  } else if constexpr (!kDrops || NormBackwardFormOf(sizeof(T), kAligned, kForm).drops) {
     return KernelOf<NormBackwardKernels, NormRowsKernel<T, kAligned, kForm, kDrops>>();
   } else {
     return nullptr;
@@ -213,6 +215,7 @@ cudaError_t NormBackward(const NormShape& shape, NormKind kind, DType dtype,
   call.arrays = 2 + (arrays.dsum != nullptr) + (arrays.dy2 != nullptr);
 
   Params p = {};
+  p.dtype = dtype;
   p.arrays[kDy] = arrays.dy;
   p.arrays[kS] = arrays.s;
   p.arrays[kRstd] = arrays.rstd;

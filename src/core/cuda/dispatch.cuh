@@ -40,6 +40,13 @@ auto ForDType(DType dtype, const Visit& visit) {
   }
 }
 
+// Shared memory: one place for all element types of a kernel.
+template <int kBytes>
+__device__ __forceinline__ char* SharedBytes() {
+  __shared__ __align__(16) char bytes[kBytes];
+  return bytes;
+}
+
 // For calls that are rare: work.Run<T>(), by one kernel for all types. Work::kBlocks blocks fit on
 // an SM: the registers are those of narrower types than float64. If it is 0, float64 has a kernel
 // of its own, because a common one is slower for the others.
