@@ -102,12 +102,15 @@ using Kernel = void (*)(Params);
 
 template <typename T, bool kAligned, bool kDrops, size_t kForm>
 Kernel RowsKernelOf() {
-  if constexpr (sizeof(T) < 8 && !kAligned) {
-    return KernelOf<NormBackwardKernels, NormAnyRowsKernel<kForm>>();
-  } else if constexpr (!kDrops || NormBackwardFormOf(sizeof(T), kAligned, kForm).drops) {
+  constexpr NormBackwardForm kThis = NormBackwardFormOf(sizeof(T), kAligned, kForm);
+  // Types have kernels of their own where a common one would spill registers.
+  constexpr bool kFull = kAligned && kThis.threads < kBlock && kThis.columns == 32;
+  if constexpr (kDrops && !kThis.drops) {
+    return nullptr;
+  } else if constexpr (kFull || sizeof(T) == 8) {
     return KernelOf<NormBackwardKernels, NormRowsKernel<T, kAligned, kForm, kDrops>>();
   } else {
-    return nullptr;
+    return KernelOf<NormBackwardKernels, NormAnyRowsKernel<kAligned, kForm, kDrops>>();
   }
 }
 

@@ -488,7 +488,7 @@ struct Rows {
   }
 };
 
-template <typename L, int kBytes, bool kDrops = false>
+template <typename L, int kBytes, bool kDrops>
 __device__ __forceinline__ void NormRows(const Params& p) {
   static_assert(sizeof(Shared<L>) <= kBytes);
   static_assert(kBytes <= (L::kWorkers > 1 ? kNormWorkersStatic : kNormBlockStatic));
@@ -496,22 +496,22 @@ __device__ __forceinline__ void NormRows(const Params& p) {
   Rows<L, kDrops>(p, *reinterpret_cast<Shared<L>*>(SharedBytes<kBytes>()), ring).Run();
 }
 
-template <typename T, bool kAligned, int kForm, bool kDrops = false>
+template <typename T, bool kAligned, int kForm, bool kDrops>
 __global__ void __launch_bounds__(kBlock, 1) NormRowsKernel(const __grid_constant__ Params p) {
   using L = Layout<T, kAligned, kForm>;
   NormRows<L, sizeof(Shared<L>), kDrops>(p);
 }
 
-// Rows that are not aligned: one kernel for all types.
-template <int kForm>
+// One kernel for all types but float64, which has a form of its own.
+template <bool kAligned, int kForm, bool kDrops>
 __global__ void __launch_bounds__(kBlock, 1) NormAnyRowsKernel(const __grid_constant__ Params p) {
-  using L = Layout<float, false, kForm>;
-  using Half = Layout<__half, false, kForm>;
-  using BFloat16 = Layout<__nv_bfloat16, false, kForm>;
+  using L = Layout<float, kAligned, kForm>;
+  using Half = Layout<__half, kAligned, kForm>;
+  using BFloat16 = Layout<__nv_bfloat16, kAligned, kForm>;
   constexpr int kBytes = std::max(sizeof(Shared<L>), sizeof(Shared<Half>));
-  if (p.dtype == DType::kF32) return NormRows<L, kBytes>(p);
-  if (p.dtype == DType::kBF16) return NormRows<BFloat16, kBytes>(p);
-  NormRows<Half, kBytes>(p);
+  if (p.dtype == DType::kF32) return NormRows<L, kBytes, kDrops>(p);
+  if (p.dtype == DType::kBF16) return NormRows<BFloat16, kBytes, kDrops>(p);
+  NormRows<Half, kBytes, kDrops>(p);
 }
 
 }  // namespace
