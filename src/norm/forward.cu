@@ -80,13 +80,16 @@ __device__ __forceinline__ void NormRow(const NormForwardParams& p) {
   }
 }
 
-// Shifted rows have one kernel for all types, with T = __half.
+// Rows of more than a warp have one kernel for all types, with T = __half. For shorter ones, a
+// common kernel spills registers.
+constexpr bool HasAnyType(int form) { return kNormForwardForms[form].threads > 32; }
+
 template <typename T, NormAccess kAccess, int kForm, bool kDrops>
 __global__ void __launch_bounds__(kNormForwardForms[kForm].block,
                                   MinBlocks<T>(kNormForwardForms[kForm].block,
                                                kNormForwardForms[kForm].held, kAccess, kDrops))
     NormRowKernel(const NormForwardParams p) {
-  if constexpr (kAccess == NormAccess::kShifted) {
+  if constexpr (HasAnyType(kForm)) {
     if (p.dtype == DType::kF32) return NormRow<float, kAccess, kForm>(p);
     if (p.dtype == DType::kBF16) return NormRow<__nv_bfloat16, kAccess, kForm>(p);
   }
@@ -217,7 +220,7 @@ template <typename T, NormAccess kAccess, bool kDrops, size_t kForm>
 Kernel RowKernelOf() {
   constexpr bool kExists =
       kDrops ? kNormForwardForms[kForm].drops : NormHasForm(kForm, kAccess, sizeof(T));
-  using Type = std::conditional_t<kAccess == NormAccess::kShifted, __half, T>;
+  using Type = std::conditional_t<HasAnyType(kForm), __half, T>;
   if constexpr (kExists) {
     return KernelOf<NormForwardKernels, NormRowKernel<Type, kAccess, kForm, kDrops>>();
   } else {
