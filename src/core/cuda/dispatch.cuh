@@ -40,12 +40,16 @@ auto ForDType(DType dtype, const Visit& visit) {
   }
 }
 
-// On the device, in a kernel for all types but float64.
-template <typename Visit>
-__device__ __forceinline__ void ForNarrowType(DType dtype, const Visit& visit) {
-  if (dtype == DType::kF32) return visit(TypeTag<float>());
-  if (dtype == DType::kBF16) return visit(TypeTag<__nv_bfloat16>());
-  visit(TypeTag<__half>());
+// On the device, in a kernel for all types that are computed in `A`: visit(TypeTag<T>()).
+template <typename A, typename Visit>
+__device__ __forceinline__ void ForTypesOf(DType dtype, const Visit& visit) {
+  if constexpr (sizeof(A) == 8) {
+    visit(TypeTag<double>());
+  } else {
+    if (dtype == DType::kF32) return visit(TypeTag<float>());
+    if (dtype == DType::kBF16) return visit(TypeTag<__nv_bfloat16>());
+    visit(TypeTag<__half>());
+  }
 }
 
 // Shared memory: one place for all element types of a kernel.

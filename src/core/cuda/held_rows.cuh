@@ -258,7 +258,7 @@ template <template <typename> typename Functor, bool kShared>
 __global__ void __launch_bounds__(kShared ? kMaxSharedThreads : kStreamedThreads, 3)
     LongRowsKernel(const __grid_constant__ HeldRows rows, const __grid_constant__ HeldLaunch launch,
                    const __grid_constant__ typename Functor<float>::Params params) {
-  ForNarrowType(launch.dtype, [&]<typename T>(TypeTag<T>) {
+  ForTypesOf<float>(launch.dtype, [&]<typename T>(TypeTag<T>) {
     if constexpr (kShared) {
       SharedRows<Functor, T>(rows, launch, params);
     } else {
