@@ -23,8 +23,7 @@ using namespace batch_norm;  // NOLINT: this file is a part of it
 // Without kResidual there is no residual. With it there is one, or, in the kernel for any address,
 // there may be one.
 template <typename T, bool kAligned, bool kResidual>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
-    ApplyKernel(const __grid_constant__ ElementParams p) {
+__device__ __forceinline__ void Apply(const ElementParams& p) {
   using A = ComputeType<T>;
   constexpr int kArrays = kResidual ? 2 : 1, kRows = kInFlight<T, kArrays>;
 
@@ -81,6 +80,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
   }
 }
 
+template <typename A, bool kAligned, bool kResidual>
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<A>)
+    ApplyKernel(const __grid_constant__ ElementParams p) {
+  ForTypesOf<A>(p.call.dtype, [&]<typename T>(TypeTag<T>) { Apply<T, kAligned, kResidual>(p); });
+}
+
 }  // namespace
 
 cudaError_t BatchNormApply(const BatchNormCall& call, cudaStream_t stream) {
@@ -89,12 +94,13 @@ cudaError_t BatchNormApply(const BatchNormCall& call, cudaStream_t stream) {
       {}, call, AreAligned(call.mean, call.var, call.scale, call.bias), call.shape.mask_bytes()};
   const bool aligned = AreGroupsAligned(call, call.x, call.residual, call.y);
   return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) {
-    auto kernel = KernelOf<BatchNormKernels, ApplyKernel<T, false, true>>();
+    using A = ComputeType<T>;
+    auto kernel = KernelOf<BatchNormKernels, ApplyKernel<A, false, true>>();
     if constexpr (sizeof(T) < 8) {  // double has only the general kernel
       if (aligned) {
         kernel = call.residual != nullptr
-                     ? KernelOf<BatchNormKernels, ApplyKernel<T, true, true>>()
-                     : KernelOf<BatchNormKernels, ApplyKernel<T, true, false>>();
+                     ? KernelOf<BatchNormKernels, ApplyKernel<A, true, true>>()
+                     : KernelOf<BatchNormKernels, ApplyKernel<A, true, false>>();
       }
     }
     return LaunchMap(kernel, kBlocksPerProcessor<T>, &params, stream);

@@ -29,8 +29,7 @@ template <typename T>
 constexpr int kAhead = (sizeof(T) == 8 ? 1 : 2) * kInFlight<T, 2>;
 
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    BackwardKernel(const __grid_constant__ ElementParams p) {
+__device__ __forceinline__ void Backward(const ElementParams& p) {
   using A = ComputeType<T>;
   constexpr int kRows = kAhead<T>;
 
@@ -101,6 +100,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
+template <typename A, bool kAligned>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    BackwardKernel(const __grid_constant__ ElementParams p) {
+  ForTypesOf<A>(p.call.dtype, [&]<typename T>(TypeTag<T>) { Backward<T, kAligned>(p); });
+}
+
 }  // namespace
 
 cudaError_t BatchNormBackward(const BatchNormCall& call, cudaStream_t stream) {
@@ -112,9 +117,10 @@ cudaError_t BatchNormBackward(const BatchNormCall& call, cudaStream_t stream) {
       call.shape.mask_bytes()};
   const bool aligned = AreGroupsAligned(call, call.x, call.dy, call.dx);
   return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) {
+    using A = ComputeType<T>;
     constexpr bool kAligned = sizeof(T) < 8;  // double has only the kernel for any address
-    const auto kernel = aligned ? KernelOf<BatchNormKernels, BackwardKernel<T, kAligned>>()
-                                : KernelOf<BatchNormKernels, BackwardKernel<T, false>>();
+    const auto kernel = aligned ? KernelOf<BatchNormKernels, BackwardKernel<A, kAligned>>()
+                                : KernelOf<BatchNormKernels, BackwardKernel<A, false>>();
     return LaunchMap(kernel, kBlocks, &params, stream);
   });
 }

@@ -48,14 +48,13 @@ struct Params {
   const void* x;
   void* workspace;
   int64_t workspace_size;
+  DType dtype;
 };
 
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
-    StatisticsKernel(const __grid_constant__ Params p) {
+__device__ __forceinline__ void Statistics(const Params& p, FoldBuffer<double>& buffer) {
   using A = ComputeType<T>;
   constexpr int kRows = kInFlight<T, 1>;
-  __shared__ FoldBuffer<double> buffer;
 
   LetDependentsStart();
   const Geometry& g = p.geometry;
@@ -102,6 +101,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
        reinterpret_cast<double*>(static_cast<A*>(p.workspace) + place.group * p.workspace_size));
 }
 
+template <typename A, bool kAligned>
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<A>)
+    StatisticsKernel(const __grid_constant__ Params p) {
+  __shared__ FoldBuffer<double> buffer;
+  ForTypesOf<A>(p.dtype, [&]<typename T>(TypeTag<T>) { Statistics<T, kAligned>(p, buffer); });
+}
+
 // `A` is the accumulator type. Only double has a base that is not 0.
 template <typename A>
 struct MomentSums : ChannelSums<A, double> {
@@ -125,13 +131,13 @@ struct MomentSums : ChannelSums<A, double> {
 
 cudaError_t BatchNormStatistics(const BatchNormCall& call, cudaStream_t stream) {
   if (IsEmpty(call.shape)) return cudaSuccess;
-  Params params = {{}, call.x, call.workspace, call.workspace_size};
+  Params params = {{}, call.x, call.workspace, call.workspace_size, call.dtype};
   const bool aligned = AreGroupsAligned(call, call.x);
   return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) {
     using A = ComputeType<T>;
     constexpr bool kAligned = sizeof(T) < 8;  // double has only the kernel for any address
-    const auto sum = aligned ? KernelOf<BatchNormKernels, StatisticsKernel<T, kAligned>>()
-                             : KernelOf<BatchNormKernels, StatisticsKernel<T, false>>();
+    const auto sum = aligned ? KernelOf<BatchNormKernels, StatisticsKernel<A, kAligned>>()
+                             : KernelOf<BatchNormKernels, StatisticsKernel<A, false>>();
     MomentSums<A> sums;
     sums.f.x = call.x;
     sums.f.out[0] = call.mean;

@@ -23,11 +23,9 @@ using namespace batch_norm;  // NOLINT: this file is a part of it
 // Without kDx there is no dx, and without kDy2 no dy2. With them there is one, or, in the kernel
 // for any address, there may be one.
 template <typename T, bool kAligned, bool kDx, bool kDy2>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
-    SumsKernel(const __grid_constant__ ElementParams p) {
+__device__ __forceinline__ void Sums(const ElementParams& p, FoldBuffer<ComputeType<T>>& buffer) {
   using A = ComputeType<T>;
   constexpr int kArrays = kDy2 ? 3 : 2, kRows = kInFlight<T, kArrays>;
-  __shared__ FoldBuffer<A> buffer;
 
   LetDependentsStart();
   const Geometry& g = p.geometry;
@@ -111,6 +109,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
        static_cast<A*>(p.call.workspace) + place.group * p.call.workspace_size);
 }
 
+template <typename A, bool kAligned, bool kDx, bool kDy2>
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<A>)
+    SumsKernel(const __grid_constant__ ElementParams p) {
+  __shared__ FoldBuffer<A> buffer;
+  ForTypesOf<A>(p.call.dtype,
+                [&]<typename T>(TypeTag<T>) { Sums<T, kAligned, kDx, kDy2>(p, buffer); });
+}
+
 template <typename A>
 struct GradientSums : ChannelSums<A, A> {
   __device__ __forceinline__ void Write(int64_t group, int64_t channel, const A (&sums)[2],
@@ -133,12 +139,12 @@ cudaError_t BatchNormSums(const BatchNormCall& call, cudaStream_t stream) {
   return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) {
     using A = ComputeType<T>;
     // The kernel for any address and any of the arrays. No op calls for both dx and dy2.
-    auto sum = KernelOf<BatchNormKernels, SumsKernel<T, false, true, true>>();
+    auto sum = KernelOf<BatchNormKernels, SumsKernel<A, false, true, true>>();
     if constexpr (sizeof(T) < 8) {
       if (aligned && !(dx && dy2)) {
-        sum = dx    ? KernelOf<BatchNormKernels, SumsKernel<T, true, true, false>>()
-              : dy2 ? KernelOf<BatchNormKernels, SumsKernel<T, true, false, true>>()
-                    : KernelOf<BatchNormKernels, SumsKernel<T, true, false, false>>();
+        sum = dx    ? KernelOf<BatchNormKernels, SumsKernel<A, true, true, false>>()
+              : dy2 ? KernelOf<BatchNormKernels, SumsKernel<A, true, false, true>>()
+                    : KernelOf<BatchNormKernels, SumsKernel<A, true, false, false>>();
       }
     }
     GradientSums<A> sums;

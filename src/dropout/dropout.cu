@@ -54,6 +54,7 @@ struct Params {
   bool wide_bias;           // in the compute type
   bool bias_units = false;  // a unit's part of the bias is in one row, and aligned
   bool pairs = false;       // Elements: a thread takes two elements
+  DType dtype;
 };
 
 // A small array has at most so many elements: kFew in rows that BlocksKernel takes, kSmall in
@@ -77,7 +78,7 @@ __device__ __forceinline__ uint32_t KeptBlock(const Params& p, uint32_t row, uin
 
 // `count` and `columns` are multiples of kSeedBlock, and arrays are aligned to 16 bytes.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) BlocksKernel(const __grid_constant__ Params p) {
+__device__ __forceinline__ void TakeBlock(const Params& p) {
   using U = Vec<T>;
   constexpr int kUnits = kSeedBlock / U::kSize;
   const uint32_t first = (blockIdx.x * kThreads + threadIdx.x) * kSeedBlock;
@@ -103,6 +104,11 @@ __global__ void __launch_bounds__(kThreads) BlocksKernel(const __grid_constant__
     KeepOnly<T>(kept, units[u].words);
     units[u].Store(p.y + skipped + u * 16);
   }
+}
+
+// Not for double.
+__global__ void __launch_bounds__(kThreads) BlocksKernel(const __grid_constant__ Params p) {
+  ForTypesOf<float>(p.dtype, [&]<typename T>(TypeTag<T>) { TakeBlock<T>(p); });
 }
 
 template <typename T, typename P, int kSize>
@@ -259,6 +265,7 @@ cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int6
             .largest = dropout.largest,
             .scale = dropout.scale,
             .wide_bias = arrays.wide_bias,
+            .dtype = dtype,
         };
         params.aligned = CommonAlignment({params.x, params.residual, params.y}) == 16;
         params.bias_units = taken % (16 / itemsize) == 0 && CommonAlignment({params.bias}) == 16;
@@ -273,7 +280,7 @@ cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int6
           params.row_parts = FastDivisor(static_cast<uint32_t>(parts));
           threads = parts * (count / taken);
         } else if (!added && whole) {
-          if constexpr (sizeof(T) < 8) kernel = KernelOf<DropoutFamily, BlocksKernel<T>>();
+          kernel = KernelOf<DropoutFamily, BlocksKernel>();
           threads = count / kSeedBlock;
         }
         const int64_t blocks = CeilDiv(threads, kThreads);

@@ -198,6 +198,16 @@ __global__ void __launch_bounds__(kHeadsThreads)
   MoveRows<T, kUnit, kWork>(t, arrays);
 }
 
+// Moves of narrow units, of rows that are not aligned: one kernel.
+__global__ void __launch_bounds__(kHeadsThreads)
+    NarrowHeadsKernel(const HeadsTiles t, const HeadsArrays arrays, int unit) {
+  constexpr HeadsWork kMove = HeadsWork::kMove;
+  if (unit == 8) return MoveRows<Word<8>, 8, kMove>(t, arrays);
+  if (unit == 4) return MoveRows<Word<4>, 4, kMove>(t, arrays);
+  if (unit == 2) return MoveRows<Word<2>, 2, kMove>(t, arrays);
+  MoveRows<Word<1>, 1, kMove>(t, arrays);
+}
+
 // Arithmetic on units of an element.
 template <HeadsWork kWork>
 struct ElementRows {
@@ -215,15 +225,6 @@ struct ElementRows {
 // Launches
 
 using Kernel = void (*)(HeadsTiles, HeadsArrays);
-
-// The kernel that moves units of at most kUnit bytes.
-template <int kUnit = 16>
-Kernel MoveKernel(int unit) {
-  if constexpr (kUnit > 1) {
-    if (unit < kUnit) return MoveKernel<kUnit / 2>(unit);
-  }
-  return KernelOf<Heads, HeadsKernel<Word<kUnit>, kUnit, HeadsWork::kMove>>();
-}
 
 // `call` has no alignments yet.
 template <HeadsWork kWork>
@@ -246,7 +247,12 @@ cudaError_t Run(HeadsCall call, DType dtype, const void* x, const void* const* y
                   static_cast<unsigned>(plan.run_slabs));
   const LaunchConfig config = {.grid = grid, .block = dim3(kHeadsThreads)};
   if constexpr (kWork == HeadsWork::kMove) {
-    return Launch(MoveKernel(plan.unit), config, stream, plan.tiles, arrays);
+    if (plan.unit < 16) {
+      return Launch(KernelOf<Heads, NarrowHeadsKernel>(), config, stream, plan.tiles, arrays,
+                    plan.unit);
+    }
+    return Launch(KernelOf<Heads, HeadsKernel<Word<16>, 16, kWork>>(), config, stream, plan.tiles,
+                  arrays);
   } else {
     return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
       if constexpr (sizeof(T) < 8) {

@@ -349,13 +349,6 @@ __device__ __forceinline__ void StoreSums(const L& lane, A* shared, const A (&su
   });
 }
 
-// Shared memory: one place for all element types of a kernel.
-template <int kBytes>
-__device__ __forceinline__ char* SharedBytes() {
-  __shared__ __align__(16) char bytes[kBytes];
-  return bytes;
-}
-
 // Heads that share a sum are a slot: t.per_lane heads of one part. A chunk has a slot for each
 // group of lanes. A lane has two heads of a row in flight, or one head of two rows.
 template <typename T, int kSize, int kPairs>

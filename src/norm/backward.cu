@@ -102,10 +102,15 @@ using Kernel = void (*)(Params);
 
 template <typename T, bool kAligned, bool kDrops, size_t kForm>
 Kernel RowsKernelOf() {
-  if constexpr (!kDrops || NormBackwardFormOf(sizeof(T), kAligned, kForm).drops) {
+  constexpr NormBackwardForm kThis = NormBackwardFormOf(sizeof(T), kAligned, kForm);
+  // Types have kernels of their own where a common one would spill registers.
+  constexpr bool kFull = kAligned && kThis.threads < kBlock && kThis.columns == 32;
+  if constexpr (kDrops && !kThis.drops) {
+    return nullptr;
+  } else if constexpr (kFull || sizeof(T) == 8) {
     return KernelOf<NormBackwardKernels, NormRowsKernel<T, kAligned, kForm, kDrops>>();
   } else {
-    return nullptr;
+    return KernelOf<NormBackwardKernels, NormAnyRowsKernel<kAligned, kForm, kDrops>>();
   }
 }
 
@@ -128,7 +133,7 @@ Kernel RowsKernel(bool aligned, [[maybe_unused]] bool dropout, int form) {
   }
 }
 
-template <typename T>
+template <typename A>
 cudaError_t LaunchLong(DType dtype, const Params& p, const NormBackwardPlan& plan,
                        cudaStream_t stream) {
   const auto launch = [&](const auto& work, int64_t blocks) {
@@ -137,7 +142,8 @@ cudaError_t LaunchLong(DType dtype, const Params& p, const NormBackwardPlan& pla
   };
   cudaError_t error = launch(LongSums{p, plan.tiles}, p.all_rows * plan.tiles);
   if (error != cudaSuccess) return error;
-  const LongTotals<T> totals = {static_cast<T*>(p.dx), p.n, plan.tiles, p.arrays[kMean] != nullptr};
+  const LongTotals<A> totals = {static_cast<char*>(p.dx), static_cast<int>(DTypeSize(dtype)), p.n,
+                                plan.tiles, p.arrays[kMean] != nullptr};
   error = FinishSums<NormBackwardKernels>(totals, 1, {{p.all_rows, plan.tiles}}, stream);
   if (error != cudaSuccess) return error;
   return launch(LongRows{p, plan.tiles}, plan.blocks);
@@ -179,7 +185,7 @@ cudaError_t LaunchBackward(const NormBackwardCall& call, DType dtype, Params p,
   p.rows = plan.rows;
   p.sums = plan.sums;
   p.partials = plan.partials;
-  if (plan.form < 0) return LaunchLong<T>(dtype, p, plan, stream);
+  if (plan.form < 0) return LaunchLong<ComputeType<T>>(dtype, p, plan, stream);
   p.ring = plan;
   return Launch(RowsKernel<T>(call.aligned, call.dropout, plan.form),
                 Grid(plan.blocks, kBlock, plan.shared, plan.cluster), stream, p);
@@ -212,6 +218,7 @@ cudaError_t NormBackward(const NormShape& shape, NormKind kind, DType dtype,
   call.arrays = 2 + (arrays.dsum != nullptr) + (arrays.dy2 != nullptr);
 
   Params p = {};
+  p.dtype = dtype;
   p.arrays[kDy] = arrays.dy;
   p.arrays[kS] = arrays.s;
   p.arrays[kRstd] = arrays.rstd;

@@ -123,37 +123,41 @@ struct LongSums {
 };
 
 // Adds up the sums of the tiles of a row, and stores the row's means in the place of each of them.
-template <typename T>
+// They are read and written as pieces of 2 bytes, whatever the type of dx.
+template <typename A>
 struct LongTotals {
-  using Value = ComputeType<T>;
+  using Value = A;
   static constexpr int kValues = 2;
   static constexpr int kPlans = 1;
 
-  T* dx;
+  char* dx;
+  int itemsize;
   int64_t n, tiles;
   bool centered;
 
   struct Terms {
-    const T* row;
+    const char* row;
+    int itemsize;
     int64_t n, tiles;
 
     __device__ __forceinline__ int64_t At(uint32_t tile) const {
-      return TileOf(tile, tiles, n).begin;
+      return TileOf(tile, tiles, n).begin * itemsize;
     }
-    __device__ __forceinline__ void Load(int64_t column, Value (&values)[2]) const {
-      LoadSums(row + column, values);
+    __device__ __forceinline__ void Load(int64_t place, A (&values)[2]) const {
+      LoadSums(reinterpret_cast<const uint16_t*>(row + place), values);
     }
   };
 
   __device__ __forceinline__ Terms TermsOf(int64_t, int64_t row) const {
-    return {dx + row * n, n, tiles};
+    return {dx + row * n * itemsize, itemsize, n, tiles};
   }
 
-  __device__ __forceinline__ void Write(int64_t, int64_t row, const Value (&sums)[2], int writer,
+  __device__ __forceinline__ void Write(int64_t, int64_t row, const A (&sums)[2], int writer,
                                         int writers) const {
-    const Value means[2] = {centered ? sums[0] / Value(n) : Value(0), sums[1] / Value(n)};
+    const A means[2] = {centered ? sums[0] / A(n) : A(0), sums[1] / A(n)};
     for (int64_t tile = writer; tile < tiles; tile += writers) {
-      StoreSums(dx + row * n + TileOf(tile, tiles, n).begin, means);
+      const int64_t place = row * n + TileOf(tile, tiles, n).begin;
+      StoreSums(reinterpret_cast<uint16_t*>(dx + place * itemsize), means);
     }
   }
 };

@@ -20,6 +20,7 @@ constexpr int kBlock = kNormBackwardThreads;
 enum Array { kDy, kS, kRstd, kMean, kDsum, kDy2, kArrays };
 
 struct Params {
+  DType dtype;
   const void* arrays[kArrays];  // null: absent (mean in RMS norm; dsum, dy2)
   NormParameter scale;
   void* dx;

@@ -2,10 +2,12 @@
 // that backward.cu describes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
+#include "core/cuda/dispatch.cuh"
 #include "core/cuda/group.cuh"
 #include "core/cuda/kept.cuh"
 #include "core/cuda/partial_sums.cuh"
@@ -486,13 +488,30 @@ struct Rows {
   }
 };
 
-template <typename T, bool kAligned, int kForm, bool kDrops = false>
+template <typename L, int kBytes, bool kDrops>
+__device__ __forceinline__ void NormRows(const Params& p) {
+  static_assert(sizeof(Shared<L>) <= kBytes);
+  static_assert(kBytes <= (L::kWorkers > 1 ? kNormWorkersStatic : kNormBlockStatic));
+  extern __shared__ __align__(128) char ring[];
+  Rows<L, kDrops>(p, *reinterpret_cast<Shared<L>*>(SharedBytes<kBytes>()), ring).Run();
+}
+
+template <typename T, bool kAligned, int kForm, bool kDrops>
 __global__ void __launch_bounds__(kBlock, 1) NormRowsKernel(const __grid_constant__ Params p) {
   using L = Layout<T, kAligned, kForm>;
-  static_assert(sizeof(Shared<L>) <= (L::kWorkers > 1 ? kNormWorkersStatic : kNormBlockStatic));
-  extern __shared__ __align__(128) char ring[];
-  __shared__ Shared<L> shared;
-  Rows<L, kDrops>(p, shared, ring).Run();
+  NormRows<L, sizeof(Shared<L>), kDrops>(p);
+}
+
+// One kernel for all types but float64, which has a form of its own.
+template <bool kAligned, int kForm, bool kDrops>
+__global__ void __launch_bounds__(kBlock, 1) NormAnyRowsKernel(const __grid_constant__ Params p) {
+  using L = Layout<float, kAligned, kForm>;
+  using Half = Layout<__half, kAligned, kForm>;
+  using BFloat16 = Layout<__nv_bfloat16, kAligned, kForm>;
+  constexpr int kBytes = std::max(sizeof(Shared<L>), sizeof(Shared<Half>));
+  if (p.dtype == DType::kF32) return NormRows<L, kBytes, kDrops>(p);
+  if (p.dtype == DType::kBF16) return NormRows<BFloat16, kBytes, kDrops>(p);
+  NormRows<Half, kBytes, kDrops>(p);
 }
 
 }  // namespace

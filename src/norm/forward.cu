@@ -53,10 +53,7 @@ namespace {
 // Kernels
 
 template <typename T, NormAccess kAccess, int kForm, bool kDrops = false>
-__global__ void __launch_bounds__(kNormForwardForms[kForm].block,
-                                  MinBlocks<T>(kNormForwardForms[kForm].block,
-                                               kNormForwardForms[kForm].held, kAccess, kDrops))
-    NormRowKernel(const NormForwardParams p) {
+__device__ __forceinline__ void NormRow(const NormForwardParams& p) {
   constexpr NormForwardForm kThis = kNormForwardForms[kForm];
   using Group = RowGroup<kThis.threads>;
   using Row = Held<T, kAccess, Group, kThis.held>;
@@ -81,6 +78,22 @@ __global__ void __launch_bounds__(kNormForwardForms[kForm].block,
   if (Group::Rank() == 0 && held.piece.high > 0) {
     StoreMoments(p, row, moments.mean + moments.correction, rstd);
   }
+}
+
+// Rows of more than a warp have one kernel for all types, with T = __half. For shorter ones, a
+// common kernel spills registers.
+constexpr bool HasAnyType(int form) { return kNormForwardForms[form].threads > 32; }
+
+template <typename T, NormAccess kAccess, int kForm, bool kDrops>
+__global__ void __launch_bounds__(kNormForwardForms[kForm].block,
+                                  MinBlocks<T>(kNormForwardForms[kForm].block,
+                                               kNormForwardForms[kForm].held, kAccess, kDrops))
+    NormRowKernel(const NormForwardParams p) {
+  if constexpr (HasAnyType(kForm)) {
+    if (p.dtype == DType::kF32) return NormRow<float, kAccess, kForm>(p);
+    if (p.dtype == DType::kBF16) return NormRow<__nv_bfloat16, kAccess, kForm>(p);
+  }
+  NormRow<T, kAccess, kForm, kDrops>(p);
 }
 
 // Rows divided into chunks. A block processes one chunk.
@@ -207,8 +220,9 @@ template <typename T, NormAccess kAccess, bool kDrops, size_t kForm>
 Kernel RowKernelOf() {
   constexpr bool kExists =
       kDrops ? kNormForwardForms[kForm].drops : NormHasForm(kForm, kAccess, sizeof(T));
+  using Type = std::conditional_t<HasAnyType(kForm), __half, T>;
   if constexpr (kExists) {
-    return KernelOf<NormForwardKernels, NormRowKernel<T, kAccess, kForm, kDrops>>();
+    return KernelOf<NormForwardKernels, NormRowKernel<Type, kAccess, kForm, kDrops>>();
   } else {
     return nullptr;
   }
@@ -307,9 +321,10 @@ cudaError_t LaunchForward(int alignment, DType dtype, NormForwardParams params,
   }
 }
 
-NormForwardParams ParamsOf(const NormShape& shape, NormKind kind, double eps,
+NormForwardParams ParamsOf(const NormShape& shape, NormKind kind, DType dtype, double eps,
                            const NormForwardArrays& arrays) {
   NormForwardParams params = {};
+  params.dtype = dtype;
   params.x = static_cast<const char*>(arrays.x);
   params.residual = static_cast<const char*>(arrays.residual);
   params.y = static_cast<char*>(arrays.y);
@@ -349,7 +364,7 @@ cudaError_t NormForward(const NormShape& shape, NormKind kind, DType dtype, doub
   }
   if (shape.all_rows() == 0) return cudaSuccess;
 
-  const NormForwardParams params = ParamsOf(shape, kind, eps, arrays);
+  const NormForwardParams params = ParamsOf(shape, kind, dtype, eps, arrays);
   const int alignment = AlignmentOf(shape.n * itemsize, arrays);
   return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
     return LaunchForward<T>(alignment, dtype, params, stream);

@@ -42,6 +42,7 @@ struct NormForwardParams {
   int64_t n;
   bool layer;  // false: RMS norm
   bool adds;   // s differs from x, or is stored
+  DType dtype;
 
   // For rows that are read twice.
   void* partials;

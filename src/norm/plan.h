@@ -1,6 +1,6 @@
 // Launch plans of the CUDA kernels of layer norm and RMS norm: which kernel runs, on how many
 // blocks, with how much shared memory. The tables of forms also define the kernels: the .cu files
-// instantiate one kernel per form and element type.
+// instantiate one for each form, or one for each form and element type.
 #pragma once
 
 #include <cstdint>

@@ -293,11 +293,10 @@ __global__ void __launch_bounds__(kThreads, kWhole ? 3 : 2)
 }
 
 // Adds up the sums of a segment that is open at the end of a block. The blocks of this launch have
-// 1 << log_width columns of a segment that ends in another block.
-template <typename T>
+// 1 << log_width columns of a segment that ends in another block. `A` is the type of sums.
+template <typename A>
 __global__ void __launch_bounds__(kThreads)
     OpenSegmentsKernel(const __grid_constant__ Params p, int log_width) {
-  using A = ComputeType<T>;
   constexpr int kLoads = 4;  // under way together
   __shared__ A scratch[kThreads / 32 * 33];
 
@@ -337,10 +336,12 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t to = first + owner.result;
   if (owner.result < 0 || owner.writer != 0 || to >= p.columns) return;
   const int64_t at = (batch * p.segments + segment) * p.columns + to;
-  if (p.wide) {
+  if (p.wide || sizeof(A) == 8 || p.dtype == DType::kF32) {
     static_cast<A*>(p.y)[at] = sum[0];
+  } else if (p.dtype == DType::kBF16) {
+    static_cast<__nv_bfloat16*>(p.y)[at] = FromCompute<__nv_bfloat16>(static_cast<float>(sum[0]));
   } else {
-    static_cast<T*>(p.y)[at] = FromCompute<T>(sum[0]);
+    static_cast<__half*>(p.y)[at] = FromCompute<__half>(static_cast<float>(sum[0]));
   }
 }
 
@@ -380,8 +381,8 @@ cudaError_t SegmentSum(const SegmentSumCall& call, cudaStream_t stream) {
     if (error != cudaSuccess) return error;
     // With few columns, threads share the blocks whose sums are added up.
     const int log_width = p.columns < 256 ? 5 : 8;
-    return LaunchBlocks(KernelOf<SegmentSumFamily, OpenSegmentsKernel<T>>(), p, p.tiles - 1,
-                        int64_t{1} << log_width, stream, log_width);
+    return LaunchBlocks(KernelOf<SegmentSumFamily, OpenSegmentsKernel<ComputeType<T>>>(), p,
+                        p.tiles - 1, int64_t{1} << log_width, stream, log_width);
   });
 }
 

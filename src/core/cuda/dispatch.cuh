@@ -40,6 +40,25 @@ auto ForDType(DType dtype, const Visit& visit) {
   }
 }
 
+// On the device, in a kernel for all types that are computed in `A`: visit(TypeTag<T>()).
+template <typename A, typename Visit>
+__device__ __forceinline__ void ForTypesOf(DType dtype, const Visit& visit) {
+  if constexpr (sizeof(A) == 8) {
+    visit(TypeTag<double>());
+  } else {
+    if (dtype == DType::kF32) return visit(TypeTag<float>());
+    if (dtype == DType::kBF16) return visit(TypeTag<__nv_bfloat16>());
+    visit(TypeTag<__half>());
+  }
+}
+
+// Shared memory: one place for all element types of a kernel.
+template <int kBytes>
+__device__ __forceinline__ char* SharedBytes() {
+  __shared__ __align__(16) char bytes[kBytes];
+  return bytes;
+}
+
 // For calls that are rare: work.Run<T>(), by one kernel for all types. Work::kBlocks blocks fit on
 // an SM: the registers are those of narrower types than float64. If it is 0, float64 has a kernel
 // of its own, because a common one is slower for the others.

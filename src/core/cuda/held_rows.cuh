@@ -5,11 +5,11 @@
 // - RegisterRowsKernel holds a row in the registers of a part of a warp up to a block: up to 16 KB.
 //   A thread has up to kWords aligned words of 16 bytes, which are all loaded before the first is
 //   used, and at most one element of those before the first word and after the last, the edges.
-// - SharedRowsKernel holds a row in the shared memory of a block or a cluster. A thread accesses
+// - SharedRows holds a row in the shared memory of a block or a cluster. A thread accesses
 //   only what it has copied itself, so the reductions are the only barriers.
 // - ShortRowsHeldKernel is for rows of up to 256 bytes that are no whole number of words. The rows
 //   of a block are contiguous: it copies them to shared memory in words, and the results back.
-// - StreamedRowsKernel reads a row twice, which fits nowhere. A cluster takes a row, whose second
+// - StreamedRows reads a row twice, which fits nowhere. A cluster takes a row, whose second
 //   reads are from the L2 cache. If rows are few, more blocks share a row: one launch reduces it,
 //   and another one writes it.
 //
@@ -44,6 +44,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
 #include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
@@ -55,10 +56,11 @@ namespace jax_fastops::cuda {
 // How the threads of a launch share the rows.
 struct HeldLaunch {
   int log_lanes;       // of a block, for a row
-  int words_of_block;  // of a row, in SharedRowsKernel
+  int words_of_block;  // of a row, in SharedRows
   int rows;            // of a block, in ShortRowsHeldKernel
   bool same;           // words of the result are aligned where those of the operand are
-  FastDivisor blocks;  // that share a row, in StreamedRowsKernel
+  DType dtype;
+  FastDivisor blocks;  // that share a row, in StreamedRows
   RowStage stage;
   void* partials;  // sums of each block of each row
 };
@@ -118,10 +120,8 @@ __global__ void __launch_bounds__(kMaxHeldThreads, Functor<T>::MinBlocks(kWords)
 }
 
 template <template <typename> typename Functor, typename T>
-__global__ void __launch_bounds__(kMaxSharedThreads, 1536 / kMaxSharedThreads)
-    SharedRowsKernel(const __grid_constant__ HeldRows rows,
-                     const __grid_constant__ HeldLaunch launch,
-                     const __grid_constant__ typename Functor<T>::Params params) {
+__device__ __forceinline__ void SharedRows(const HeldRows& rows, const HeldLaunch& launch,
+                                           const typename Functor<T>::Params& params) {
   using F = Functor<T>;
   __shared__ typename HeldGroup<F>::Scratch scratch[F::kReductions];
   extern __shared__ uint4 shared[];
@@ -195,10 +195,8 @@ __global__ void __launch_bounds__(kShortHeldThreads, 6)
 // The chunks that a block takes of a row are those of all `blocks` in turn. A chunk is held in
 // registers.
 template <template <typename> typename Functor, typename T>
-__global__ void __launch_bounds__(kStreamedThreads, 3)
-    StreamedRowsKernel(const __grid_constant__ HeldRows rows,
-                       const __grid_constant__ HeldLaunch launch,
-                       const __grid_constant__ typename Functor<T>::Params params) {
+__device__ __forceinline__ void StreamedRows(const HeldRows& rows, const HeldLaunch& launch,
+                                             const typename Functor<T>::Params& params) {
   using F = Functor<T>;
   using A = ComputeType<T>;
   __shared__ typename HeldGroup<F>::Scratch scratch[F::kReductions];
@@ -255,6 +253,20 @@ __global__ void __launch_bounds__(kStreamedThreads, 3)
   }
 }
 
+// Long rows have one kernel for all types but float64.
+template <template <typename> typename Functor, bool kShared>
+__global__ void __launch_bounds__(kShared ? kMaxSharedThreads : kStreamedThreads, 3)
+    LongRowsKernel(const __grid_constant__ HeldRows rows, const __grid_constant__ HeldLaunch launch,
+                   const __grid_constant__ typename Functor<float>::Params params) {
+  ForTypesOf<float>(launch.dtype, [&]<typename T>(TypeTag<T>) {
+    if constexpr (kShared) {
+      SharedRows<Functor, T>(rows, launch, params);
+    } else {
+      StreamedRows<Functor, T>(rows, launch, params);
+    }
+  });
+}
+
 // -------------------------------------------------------------------------------------------------
 // Launches
 
@@ -272,6 +284,7 @@ cudaError_t LaunchHeldRows(const HeldPlan& plan, const HeldRows& rows,
                              .words_of_block = plan.words_of_block,
                              .rows = plan.rows_of_block,
                              .same = apart % 16 == 0,
+                             .dtype = kDTypeOf<T>,
                              .blocks = FastDivisor(static_cast<uint32_t>(plan.blocks_of_row)),
                              .stage = twice ? RowStage::kReduce : RowStage::kAll,
                              .partials = partials};
@@ -293,9 +306,9 @@ cudaError_t LaunchHeldRows(const HeldPlan& plan, const HeldRows& rows,
       case RowHolder::kShort:
         return run(KernelOf<Family, ShortRowsHeldKernel<Functor, T>>());
       case RowHolder::kShared:
-        return run(KernelOf<Family, SharedRowsKernel<Functor, T>>());
+        return run(KernelOf<Family, LongRowsKernel<Functor, true>>());
       case RowHolder::kStreamed:
-        return run(KernelOf<Family, StreamedRowsKernel<Functor, T>>());
+        return run(KernelOf<Family, LongRowsKernel<Functor, false>>());
       default:
         break;
     }
@@ -303,7 +316,7 @@ cudaError_t LaunchHeldRows(const HeldPlan& plan, const HeldRows& rows,
   return cudaErrorInvalidValue;
 }
 
-// Represents SharedRowsKernel in queries for the largest cluster.
+// Represents SharedRows in queries for the largest cluster.
 template <typename Family>
 __global__ void __launch_bounds__(kMaxSharedThreads) HeldProbeKernel() {}
 

@@ -38,6 +38,7 @@
 
 #include <cstdint>
 
+#include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
 #include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
@@ -57,9 +58,10 @@ struct Rows {
 
 // How the threads of a launch share the rows.
 struct RowsLaunch {
-  int log_lanes;       // of a block, for a row
-  bool words;          // words of the result are aligned where those of the operand are
-  bool edges;          // rows may have edges
+  int log_lanes;  // of a block, for a row
+  bool words;     // words of the result are aligned where those of the operand are
+  bool edges;     // rows may have edges
+  DType dtype;
   FastDivisor blocks;  // that share a row
   int rows;            // of a block, in ShortRowsKernel
 };
@@ -131,14 +133,13 @@ struct ElementChunk {
   }
 };
 
-template <template <typename> typename Functor, typename T, int kWords>
-__global__ void __launch_bounds__(kMaxRowThreads)
-    RowsKernel(const __grid_constant__ Rows rows, const __grid_constant__ RowsLaunch launch,
-               const __grid_constant__ typename Functor<T>::Params params) {
+template <template <typename> typename Functor, typename T>
+__device__ __forceinline__ void TakeRows(const Rows& rows, const RowsLaunch& launch,
+                                         const typename Functor<T>::Params& params) {
   using A = ComputeType<T>;
   using F = Functor<T>;
   static_assert((F::kReduced > 0) != F::kWrites, "a functor reduces a row or writes its elements");
-  constexpr int kSize = 16 / sizeof(T);
+  constexpr int kSize = 16 / sizeof(T), kWords = kRowWords;
   __shared__ typename GroupOf<F>::Scratch scratch;
 
   const int lanes = 1 << launch.log_lanes, lane = threadIdx.x & (lanes - 1);
@@ -233,6 +234,14 @@ __global__ void __launch_bounds__(kMaxRowThreads)
   }
 }
 
+template <template <typename> typename Functor, typename A>
+__global__ void __launch_bounds__(kMaxRowThreads)
+    RowsKernel(const __grid_constant__ Rows rows, const __grid_constant__ RowsLaunch launch,
+               const __grid_constant__ typename Functor<A>::Params params) {
+  ForTypesOf<A>(launch.dtype,
+                [&]<typename T>(TypeTag<T>) { TakeRows<Functor, T>(rows, launch, params); });
+}
+
 template <template <typename> typename Functor, typename T>
 __global__ void __launch_bounds__(kShortRowThreads)
     ShortRowsKernel(const __grid_constant__ Rows rows, const __grid_constant__ RowsLaunch launch,
@@ -286,6 +295,7 @@ cudaError_t LaunchRows(const RowsPlan& plan, const Rows& rows,
       reinterpret_cast<uintptr_t>(rows.out) - reinterpret_cast<uintptr_t>(rows.in);
   RowsLaunch launch;
   launch.log_lanes = plan.log_lanes;
+  launch.dtype = kDTypeOf<T>;
   launch.words = !F::kWrites || apart % 16 == 0;
   launch.edges = !launch.words || reinterpret_cast<uintptr_t>(rows.in) % 16 != 0 ||
                  rows.n * sizeof(T) % 16 != 0;
@@ -300,15 +310,14 @@ cudaError_t LaunchRows(const RowsPlan& plan, const Rows& rows,
     }
   }
   if (F::kReduced > 0) config.cluster = plan.blocks_of_row;
-  return Launch(KernelOf<Family, RowsKernel<Functor, T, kRowWords>>(), config, stream, rows, launch,
-                params);
+  return Launch(KernelOf<Family, RowsKernel<Functor, ComputeType<T>>>(), config, stream, rows,
+                launch, params);
 }
 
 // Also loads the family's kernels.
 template <typename Family, template <typename> typename Functor>
 cudaError_t GetRowsLimits(HeldLimits* limits) {
-  return GetLimits<Family, RowsKernel<Functor, float, kRowWords>>(kMaxRowThreads, 0, kMaxRowCluster,
-                                                                  limits);
+  return GetLimits<Family, RowsKernel<Functor, float>>(kMaxRowThreads, 0, kMaxRowCluster, limits);
 }
 
 }  // namespace jax_fastops::cuda
