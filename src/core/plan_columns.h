@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "core/dtype.h"
 #include "core/fast_divide.h"
 #include "core/plan_rows.h"
 
@@ -52,6 +53,7 @@ struct ColumnsLaunch {
   int log_blocks = 0;       // blocks that hold a tile together, as a cluster
   bool adjacent = false;    // the lanes of a column are adjacent threads of a warp
   bool held = true;         // in registers or shared memory, or else read twice
+  DType dtype;              // of the elements
   int words;                // most words of a thread, if they are held
   int64_t chunk;            // the part of n that a block takes
   int64_t chunks = 1;

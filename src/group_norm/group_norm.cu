@@ -47,6 +47,13 @@ struct Nothing {
   __device__ __forceinline__ void operator()() const {}
 };
 
+// Shared memory, of one kernel for both types of 16 bits where elements are single.
+template <typename T>
+using Scratch = typename Block<T, sizeof(T), false>::Scratch;
+using Doubles = double[2][kThreads / kWarpSize];
+template <typename T, int kBytes>
+using TypeOf = std::conditional_t<kBytes == 2, __half, T>;
+
 // -------------------------------------------------------------------------------------------------
 // Forward
 
@@ -87,16 +94,14 @@ struct Prepared {
 };
 
 template <typename T, int kBytes, bool kLast>
-__global__ void __launch_bounds__(kThreads, ForwardBlocks(sizeof(T), kLast))
-    ForwardKernel(const __grid_constant__ Params<GroupNormForwardCall> p) {
+__device__ __forceinline__ void Forward(const Params<GroupNormForwardCall>& p, Scratch<T>& scratch,
+                                        Doubles& doubles) {
   using B = Block<T, kBytes, kLast>;
   using A = typename B::A;
   using V = typename B::V;
   constexpr int kSize = B::kSize, kChannels = B::kChannels;
   constexpr int kUnits = UnitsOf(ForwardBlocks(sizeof(T), kLast), false, kBytes);
   constexpr Nothing nothing;
-  __shared__ typename B::Scratch scratch;
-  __shared__ double doubles[2][kThreads / kWarpSize];
 
   LetDependentsStart();
   const GroupNormForwardCall& call = p.call;
@@ -233,6 +238,19 @@ __global__ void __launch_bounds__(kThreads, ForwardBlocks(sizeof(T), kLast))
   b.End();
 }
 
+template <typename T, int kBytes, bool kLast>
+__global__ void __launch_bounds__(kThreads, ForwardBlocks(sizeof(T), kLast))
+    ForwardKernel(const __grid_constant__ Params<GroupNormForwardCall> p) {
+  __shared__ Scratch<T> scratch;
+  __shared__ Doubles doubles;
+  if constexpr (kBytes == 2) {
+    if (p.call.dtype == DType::kBF16) {
+      return Forward<__nv_bfloat16, kBytes, kLast>(p, scratch, doubles);
+    }
+  }
+  Forward<T, kBytes, kLast>(p, scratch, doubles);
+}
+
 // -------------------------------------------------------------------------------------------------
 // Backward
 
@@ -307,16 +325,14 @@ __device__ __forceinline__ void WriteGradients(
 }
 
 template <typename T, int kBytes, bool kLast>
-__global__ void __launch_bounds__(kThreads, BackwardBlocks(sizeof(T), kLast))
-    BackwardKernel(const __grid_constant__ Params<GroupNormBackwardCall> p) {
+__device__ __forceinline__ void Backward(const Params<GroupNormBackwardCall>& p,
+                                         Scratch<T>& scratch, Doubles& doubles) {
   using B = Block<T, kBytes, kLast>;
   using A = typename B::A;
   using V = typename B::V;
   constexpr int kSize = B::kSize, kChannels = B::kChannels;
   constexpr int kUnits = UnitsOf(BackwardBlocks(sizeof(T), kLast), true, kBytes);
   constexpr Nothing nothing;
-  __shared__ typename B::Scratch scratch;
-  __shared__ double doubles[2][kThreads / kWarpSize];
 
   LetDependentsStart();
   const GroupNormBackwardCall& call = p.call;
@@ -429,6 +445,19 @@ __global__ void __launch_bounds__(kThreads, BackwardBlocks(sizeof(T), kLast))
   b.End();
 }
 
+template <typename T, int kBytes, bool kLast>
+__global__ void __launch_bounds__(kThreads, BackwardBlocks(sizeof(T), kLast))
+    BackwardKernel(const __grid_constant__ Params<GroupNormBackwardCall> p) {
+  __shared__ Scratch<T> scratch;
+  __shared__ Doubles doubles;
+  if constexpr (kBytes == 2) {
+    if (p.call.dtype == DType::kBF16) {
+      return Backward<__nv_bfloat16, kBytes, kLast>(p, scratch, doubles);
+    }
+  }
+  Backward<T, kBytes, kLast>(p, scratch, doubles);
+}
+
 // -------------------------------------------------------------------------------------------------
 // Launches
 
@@ -436,14 +465,14 @@ struct ForwardKernels {
   static constexpr auto* Blocks = ForwardBlocks;
   template <typename T, int kBytes, bool kLast>
   static auto Of() {
-    return KernelOf<GroupNormFamily, ForwardKernel<T, kBytes, kLast>>();
+    return KernelOf<GroupNormFamily, ForwardKernel<TypeOf<T, kBytes>, kBytes, kLast>>();
   }
 };
 struct BackwardKernels {
   static constexpr auto* Blocks = BackwardBlocks;
   template <typename T, int kBytes, bool kLast>
   static auto Of() {
-    return KernelOf<GroupNormFamily, BackwardKernel<T, kBytes, kLast>>();
+    return KernelOf<GroupNormFamily, BackwardKernel<TypeOf<T, kBytes>, kBytes, kLast>>();
   }
 };
 

@@ -141,15 +141,16 @@ __device__ __forceinline__ A* PartOf(const Params& p, int64_t batch, int64_t til
   return static_cast<A*>(p.parts) + ((batch * p.tiles + tile) * kParts + part) * p.columns;
 }
 
+// Shared memory: sums of each thread, and the boundaries of the groups.
 template <typename T, bool kWhole>
-__global__ void __launch_bounds__(kThreads, kWhole ? 3 : 2)
-    SegmentSumKernel(const __grid_constant__ Params p) {
+__device__ __forceinline__ void SumSegments(const Params& p, ComputeType<T>* carries,
+                                            ComputeType<T>* heads, Boundary* boundary) {
   using A = ComputeType<T>;
   using Own = Columns<T, kWhole>;
   constexpr int kSize = Own::kSize;
   constexpr int kRows = 4;  // loads under way together
-  __shared__ A carry[kThreads][kSize], head[kThreads][kSize];
-  __shared__ Boundary boundary[kThreads + 1];  // of the groups
+  auto* const carry = reinterpret_cast<A(*)[kSize]>(carries);
+  auto* const head = reinterpret_cast<A(*)[kSize]>(heads);
 
   LetDependentsStart();
   const uint32_t block = blockIdx.x / p.chunks, chunk = blockIdx.x - block * p.chunks;
@@ -292,6 +293,21 @@ __global__ void __launch_bounds__(kThreads, kWhole ? 3 : 2)
   }
 }
 
+// Rows that are not aligned have one kernel for all types that are summed in T.
+template <typename T, bool kWhole>
+__global__ void __launch_bounds__(kThreads, kWhole ? 3 : 2)
+    SegmentSumKernel(const __grid_constant__ Params p) {
+  constexpr int kSize = kWhole ? 16 / sizeof(T) : sizeof(T) == 8 ? 2 : 8;
+  __shared__ ComputeType<T> carry[kThreads * kSize], head[kThreads * kSize];
+  __shared__ Boundary boundary[kThreads + 1];
+  if constexpr (kWhole) {
+    SumSegments<T, true>(p, carry, head, boundary);
+  } else {
+    ForTypesOf<T>(p.dtype,
+                  [&]<typename U>(TypeTag<U>) { SumSegments<U, false>(p, carry, head, boundary); });
+  }
+}
+
 // Adds up the sums of a segment that is open at the end of a block. The blocks of this launch have
 // 1 << log_width columns of a segment that ends in another block. `A` is the type of sums.
 template <typename A>
@@ -375,8 +391,9 @@ cudaError_t SegmentSum(const SegmentSumCall& call, cudaStream_t stream) {
   const bool whole = row_bytes % 16 == 0 && CommonAlignment({call.x, call.y, call.parts}) == 16;
   return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) {
     const int64_t columns = (int64_t{16} << p.log_lanes) / static_cast<int64_t>(sizeof(T));
-    auto* const kernel = whole ? KernelOf<SegmentSumFamily, SegmentSumKernel<T, true>>()
-                               : KernelOf<SegmentSumFamily, SegmentSumKernel<T, false>>();
+    auto* const kernel =
+        whole ? KernelOf<SegmentSumFamily, SegmentSumKernel<T, true>>()
+              : KernelOf<SegmentSumFamily, SegmentSumKernel<ComputeType<T>, false>>();
     const cudaError_t error = LaunchBlocks(kernel, p, p.tiles, columns, stream);
     if (error != cudaSuccess) return error;
     // With few columns, threads share the blocks whose sums are added up.

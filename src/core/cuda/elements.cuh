@@ -104,6 +104,7 @@ struct ElementsParams {
   FastDivisor length[kMaxBroadcastRank];
   uint32_t stride[F::kIn][kMaxBroadcastRank];
   F f;
+  DType dtype;
 };
 
 // The loaded bits of an input's elements of one word.
@@ -425,9 +426,18 @@ __device__ __forceinline__ void ElementsLoop(const ElementsParams<F>& p) {
   }
 }
 
+// Whether there is one kernel for both types of 16 bits, with T = __half.
+template <typename T, Access kAccess, bool kWide>
+constexpr bool IsOf16Bits() {
+  return kAccess == Access::kRagged && sizeof(T) == 2 && !kWide;
+}
+
 template <typename F, typename T, Access kAccess, int kSet, bool kWide>
 __global__ void __launch_bounds__(kElementsThreads)
     ElementsKernel(const __grid_constant__ ElementsParams<F> p) {
+  if constexpr (IsOf16Bits<T, kAccess, kWide>()) {
+    if (p.dtype == DType::kBF16) return ElementsLoop<F, __nv_bfloat16, kAccess, kSet, kWide>(p);
+  }
   ElementsLoop<F, T, kAccess, kSet, kWide>(p);
 }
 
@@ -453,10 +463,11 @@ struct ElementsChoice {
 template <typename F, typename T, Access kAccess, bool kWide, int... kSets>
 ElementsChoice<F> ElementsKernelOf(int set, std::integer_sequence<int, kSets...>) {
   ElementsChoice<F> choice = {nullptr, kElementsWords<F, T, kAccess, kWide>};
+  using Of = std::conditional_t<IsOf16Bits<T, kAccess, kWide>(), __half, T>;
   const auto consider = [&](int its_set, auto kernel) {
     if (its_set == kAnySet ? choice.kernel == nullptr : its_set == set) choice.kernel = kernel;
   };
-  (consider(kSets, KernelOf<typename F::Family, ElementsKernel<F, T, kAccess, kSets, kWide>>()),
+  (consider(kSets, KernelOf<typename F::Family, ElementsKernel<F, Of, kAccess, kSets, kWide>>()),
    ...);
   return choice;
 }
@@ -503,6 +514,7 @@ cudaError_t LaunchElements(const F& f, const BroadcastShape& given, const Operan
 
   ElementsParams<F> p{};
   p.f = f;
+  p.dtype = kDTypeOf<T>;
   p.out = out;
   p.elements = static_cast<uint32_t>(shape.elements());
   if (p.elements == 0) return cudaSuccess;

@@ -34,8 +34,10 @@
 #include <cooperative_groups.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/cuda/column_holders.cuh"
+#include "core/cuda/dispatch.cuh"
 #include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
 #include "core/plan_columns.h"
@@ -167,11 +169,8 @@ __device__ __forceinline__ void WriteColumn(F& functor, C& column, const After& 
 }
 
 template <typename Functors, typename T, int kBytes, bool kRegisters>
-__global__ void __launch_bounds__(ColumnThreads(kRegisters, kBytes, Functors::kInputs),
-                                  MinColumnBlocks(kRegisters, kBytes, Functors::kInputs))
-    ColumnsKernel(const __grid_constant__ HeldColumns columns,
-                  const __grid_constant__ ColumnsLaunch launch,
-                  const __grid_constant__ typename Functors::Params params) {
+__device__ __forceinline__ void TakeColumns(const HeldColumns& columns, const ColumnsLaunch& launch,
+                                            const typename Functors::Params& params) {
   using A = ComputeType<T>;
   constexpr int kInputs = Functors::kInputs, kSize = kBytes / sizeof(T);
   constexpr bool kMayCluster = kRegisters && ColumnsInClusters(kBytes, kInputs);
@@ -268,16 +267,33 @@ __global__ void __launch_bounds__(ColumnThreads(kRegisters, kBytes, Functors::kI
   });
 }
 
+// Single elements of 16 bits have one kernel for both types, with T = __half.
+template <typename Functors, typename T, int kBytes, bool kRegisters>
+__global__ void __launch_bounds__(ColumnThreads(kRegisters, kBytes, Functors::kInputs),
+                                  MinColumnBlocks(kRegisters, kBytes, Functors::kInputs))
+    ColumnsKernel(const __grid_constant__ HeldColumns columns,
+                  const __grid_constant__ ColumnsLaunch launch,
+                  const __grid_constant__ typename Functors::Params params) {
+  if constexpr (kBytes == 2) {
+    if (launch.dtype == DType::kBF16) {
+      return TakeColumns<Functors, __nv_bfloat16, kBytes, kRegisters>(columns, launch, params);
+    }
+  }
+  TakeColumns<Functors, T, kBytes, kRegisters>(columns, launch, params);
+}
+
 // Calls the kernels on columns of T, of a family that lists them (KernelOf). `partials` has room
 // for what the plan asks for.
 template <typename Family, typename Functors, typename T>
 cudaError_t LaunchHeldColumns(const ColumnsPlan& plan, const HeldColumns& columns,
                               const typename Functors::Params& params, void* partials,
                               cudaStream_t stream) {
+  using Single = std::conditional_t<sizeof(T) == 2, __half, T>;
   constexpr int kSingle = sizeof(T), kWide = ColumnBytes(sizeof(T));
   if (plan.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   ColumnsLaunch launch = plan.launch;
   launch.partials = partials;
+  launch.dtype = kDTypeOf<T>;
   const LaunchConfig config = {
       .grid = dim3(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(launch.chunks)),
       .block = dim3(static_cast<unsigned>(plan.threads)),
@@ -292,12 +308,14 @@ cudaError_t LaunchHeldColumns(const ColumnsPlan& plan, const HeldColumns& column
         return run(KernelOf<Family, ColumnsKernel<decltype(chosen), T, 16, true>>());
       });
     }
-    if (plan.registers) return run(KernelOf<Family, ColumnsKernel<Functors, T, kSingle, true>>());
+    if (plan.registers) {
+      return run(KernelOf<Family, ColumnsKernel<Functors, Single, kSingle, true>>());
+    }
     if (plan.bytes > kSingle) {
       return run(KernelOf<Family, ColumnsKernel<Functors, T, kWide, false>>());
     }
   }
-  return run(KernelOf<Family, ColumnsKernel<Functors, T, kSingle, false>>());
+  return run(KernelOf<Family, ColumnsKernel<Functors, Single, kSingle, false>>());
 }
 
 }  // namespace jax_fastops::cuda
