@@ -7,6 +7,8 @@ which the program reads slices.
 
 from __future__ import annotations
 
+import contextvars
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,23 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jax_fastops._arguments import check_function, integer, not_weak
+
+# The leaves that the function being traced reads from stacks: by their id, and what reads them.
+_SLICES: contextvars.ContextVar[dict[int, tuple[Any, Callable]] | None] = contextvars.ContextVar(
+    "jax_fastops_slices", default=None
+)
+
+
+def again(params: Any) -> Callable[[], Any]:
+    """A function that gives a tree of parameters, and reads slices of stacks where it is called.
+
+    A branch of ``jax.lax.cond`` that calls it has the stacks as operands. Slices that are read
+    before would be operands themselves, for each of which XLA makes a copy.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    slices = _SLICES.get() or {}
+    reads = [slices.get(id(leaf), (leaf, lambda leaf=leaf: leaf)) for leaf in leaves]
+    return lambda: structure.unflatten([read() for _, read in reads])
 
 
 def freeze(fn: Callable, params: Any, *, max_bytes: int = 2**16) -> Frozen:
@@ -160,18 +179,30 @@ class _Layout:
 
         # JAX fails if a keyword has the name of a parameter, also of one that is only positional.
         def frozen(arrays_, /, *args_, **kwargs_):
-            return fn(self.tree(arrays_), *args_, **kwargs_)
+            reads = self.reads(arrays_)
+            leaves = [read() for read in reads]
+            is_slice = [index is not None for _, index in self.places]
+            found = zip(leaves, reads, is_slice, strict=True)
+            slices = {id(leaf): (leaf, read) for leaf, read, of_stack in found if of_stack}
+            token = _SLICES.set(slices)
+            try:
+                return fn(self.structure.unflatten(leaves), *args_, **kwargs_)
+            finally:
+                _SLICES.reset(token)
 
         self.apply: Any = jax.jit(frozen)
 
-    def tree(self, arrays: tuple[Any, ...]) -> Any:
-        """The parameters."""
+    def reads(self, arrays: tuple[Any, ...]) -> list[Callable[[], Any]]:
+        """What gives each leaf."""
 
         def leaf(array, index):
-            array = arrays[array]
             return array if index is None else jax.lax.index_in_dim(array, index, keepdims=False)
 
-        return self.structure.unflatten([leaf(*place) for place in self.places])
+        return [functools.partial(leaf, arrays[array], index) for array, index in self.places]
+
+    def tree(self, arrays: tuple[Any, ...]) -> Any:
+        """The parameters."""
+        return self.structure.unflatten([read() for read in self.reads(arrays)])
 
     def stack(self, leaves: list[Any]) -> tuple[Any, ...]:
         """The arrays, with the places and weak types of the leaves of the layout."""

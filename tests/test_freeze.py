@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness.compat import make_mesh
+from harness.programs import equations
 from jax.experimental import serialize_executable
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -265,6 +266,21 @@ def test_a_model():
     )
     for a, b in pairs:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_branches_read_the_stacks():
+    """A slice that is read before a branch is an operand of it, of which XLA makes a copy."""
+    params = bert.init(jax.random.key(0), bert.SMALL)
+    tokens = jnp.array([[5, 6, 7, 0], [8, 9, 0, 0]])
+
+    def forward(params, tokens, mask):
+        return bert.apply(params, tokens, bert.SMALL, mask=mask, token_capacity=6)[0]
+
+    frozen, mask = fo.freeze(forward, params), tokens != 0
+    jaxpr = jax.make_jaxpr(frozen.apply)(frozen.arrays, tokens, mask).jaxpr
+    (branch,) = (e for e in equations(jaxpr) if e.primitive.name == "cond")
+    assert not [x for x in branch.invars if x.aval.ndim == 1]
+    np.testing.assert_array_equal(frozen(tokens, mask), jax.jit(forward)(params, tokens, mask))
 
 
 def test_errors():

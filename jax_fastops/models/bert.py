@@ -30,6 +30,7 @@ from jax.typing import ArrayLike
 
 import jax_fastops as fo
 from jax_fastops._names import elsewhere
+from jax_fastops.freeze import again
 from jax_fastops.models import _parameters, _plain
 from jax_fastops.models._bert_layers import Config, Ops, apply_layer, embed, encode, pool
 from jax_fastops.models._checks import Checks
@@ -343,11 +344,14 @@ def apply(
     )
     capacity = _check_capacity(token_capacity, mask)
 
+    read = again({name: params[name] for name in ("embeddings", "layers")})
+
     def hidden(tokens, token_types, positions, mask):
         embeddings_key, layers_key = (None, None) if key is None else jax.random.split(key)
-        tables = params["embeddings"]
+        own = read()
+        tables = own["embeddings"]
         x = embed(tables, tokens, config, token_types, positions, embeddings_key, ops)
-        return encode(params["layers"], x, config, mask, layers_key, ops)
+        return encode(own["layers"], x, config, mask, layers_key, ops)
 
     if capacity is None:
         x = hidden(tokens, token_types, positions, mask)
