@@ -24,7 +24,7 @@ FUSED = {"pre-norm, Equinox": "transformer of Equinox", "ResNet-50, Flax": "ResN
 LAUNCHES = {
     "products": ("products",),
     "attention": ("TiledAttentionKernel", "sdpa"),
-    "activation": ("RowElementsKernel", "fused_gelu"),
+    "activation": ("DenseActKernel", "fused_gelu"),
     "norms": ("NormRowKernel", "per_fused_add_native_layer_norm"),
 }
 # Rows of one H100 that guides/sources.md compares with another contender: family, op, label, phase.
