@@ -23,6 +23,7 @@ gelu, exact = jax.nn.gelu, functools.partial(jax.nn.gelu, approximate=False)
 def cuda(cuda_programs, monkeypatch):
     for module in (_decisions, _tune):
         monkeypatch.setattr(module, "lowering_platform", lambda: "cuda")
+    monkeypatch.setattr(_tune, "why_not", lambda: "")  # which is that of one device
     _decisions.clear()
 
 
@@ -190,7 +191,6 @@ def test_large_activations_keep_their_step(without_kernel):
 @pytest.mark.parametrize("taken", [True, False, None])
 def test_measured_times_decide(taken, monkeypatch, tmp_path, without_kernel):
     monkeypatch.setenv("JAX_FASTOPS_CACHE", str(tmp_path))
-    monkeypatch.setattr(_tune, "why_not", lambda: "")
     times, timed = Times(1.0, {True: 0.9, False: 1.1, None: 1.01}[taken]), []
     own = _tune.measure
 

@@ -18,6 +18,7 @@ from jax import lax
 from jax_fastops import _compat, _dispatch, _explain
 from jax_fastops._implementation import Chosen, use_chosen
 from jax_fastops._op import jvp_of, ops
+from jax_fastops.autofuse import _tune
 from jax_fastops.autofuse._graph import Graph, bind
 from jax_fastops.autofuse._meaning import VIEWS
 from jax_fastops.autofuse._regions import Region, is_local, nodes_of
@@ -32,8 +33,7 @@ from jax_fastops.autofuse._rule import (
     takes_kernel,
     why_composed,
 )
-from jax_fastops.autofuse._tune import is_sharded
-from jax_fastops.autofuse._value import Node, Value, values_between
+from jax_fastops.autofuse._value import NO_EQUATION, Node, Value, values_between
 from jax_fastops.dense_act import dense_act
 
 # ---- the call ------------------------------------------------------------------------------------
@@ -117,7 +117,8 @@ class Layer(Region):
     def call(self, activation: str, search: Search) -> DenseCall:
         """The call, which other layers may have."""
         own, places = self.own, tuple([self.inputs.index(v) for v in self.reads.values()])
-        context = jax.sharding.get_abstract_mesh(), _dispatch.lowering_platform()
+        types = tuple([v.aval for v in self.reads.values()])
+        context = types, jax.sharding.get_abstract_mesh(), _dispatch.lowering_platform()
         accuracy = tuple([str(node.params.get("accuracy")) for node in self.nodes])
         key = self.structure, accuracy, self.chosen, activation, places, context
         if (call := _calls.get(key)) is None:
@@ -139,7 +140,7 @@ class Layer(Region):
             arrays = dict(zip(self.reads.values(), operands, strict=True))
 
             def read(v: Value):
-                if v.number is not None:
+                if v.node is NO_EQUATION and v not in arrays:
                     return jnp.full(v.shape, v.number, v.dtype)
                 if v not in arrays:
                     results = bind(v.node.equation, [read(u) for u in v.node.operands])
@@ -171,8 +172,11 @@ def layers(
     rewrites: Sequence[Rewrite],
     chosen: Callable[[Rewrite], Chosen | None],
 ) -> list[Layer]:
-    """The layers whose call takes the kernel, where these matches are replaced."""
-    if not search.activations or graph.has_contexts:
+    """The layers whose call takes the kernel, where these matches are replaced.
+
+    Arrays that may be spread over devices have none: a kernel of a product would gather columns.
+    """
+    if not search.activations or graph.has_contexts or _tune.why_not():
         return []
     if not ops()["dense_act"].supports(_dispatch.lowering_platform()):
         return []
@@ -205,7 +209,7 @@ def layers(
         order = sorted(nodes, key=positions.__getitem__)
         layer = Layer(order, root, reads, own, None if own is None else chosen(own))
         whole = set(layer.inputs) == set(reads.values()) and layer.outputs == [root]
-        if not whole or is_sharded(layer) or any(n.plain_meaning is None for n in order):
+        if not whole or _tune.is_sharded(layer) or any(n.plain_meaning is None for n in order):
             continue
         how = {k: (v, ROW if k == "bias" else Read(v.shape)) for k, v in reads.items()}
         title = "product + " + "bias + " * ("bias" in reads) + name
