@@ -39,7 +39,7 @@ from jax_fastops.dense_act import dense_act
 # ---- the call ------------------------------------------------------------------------------------
 
 
-class Today(NamedTuple):
+class Without(NamedTuple):
     """The form of a layer without its call: its operations, then perhaps the call of an op.
 
     Attributes:
@@ -66,22 +66,22 @@ class Today(NamedTuple):
 
 
 class DenseCall:
-    """The call of a layer, whose derivative is that of ``today``. Equal layers have one call."""
+    """The call of a layer, whose derivative is that of ``without``. Equal layers have one call."""
 
-    def __init__(self, activation: Any, today: Today, shapes: Sequence[tuple[int, ...]]):
+    def __init__(self, activation: Any, without: Without, shapes: Sequence[tuple[int, ...]]):
         def layer(*operands):
             return dense_act(*operands, activation=activation)
 
         def plain(*operands):
             pairs = zip(operands, shapes, strict=True)
-            return [today(*(x.reshape(shape) for x, shape in pairs))]
+            return [without(*(x.reshape(shape) for x, shape in pairs))]
 
         def rule(primals, tangents):
             pair = jvp_of(plain, primals, tangents)
             shape = (*primals[0].shape[:-1], primals[1].shape[-1])
             return tuple(y.reshape(shape) for (y,) in pair)
 
-        self.today: Today = today
+        self.without: Without = without
         self._layer: Any = jax.custom_jvp(layer)
         self._layer.defjvp(rule, symbolic_zeros=True)
 
@@ -97,7 +97,7 @@ _calls: dict[tuple[Any, ...], DenseCall] = {}
 
 
 class Layer(Region):
-    """A dense layer. Its plain form is that of today, perhaps with the call ``own``."""
+    """A dense layer. Its plain form is the one without the call, perhaps with the call ``own``."""
 
     def __init__(
         self, nodes: list[Node], root: Value, reads: dict[str, Value], own: Rewrite | None,
@@ -119,16 +119,16 @@ class Layer(Region):
         own, places = self.own, tuple([self.inputs.index(v) for v in self.reads.values()])
         types = tuple([v.aval for v in self.reads.values()])
         context = types, jax.sharding.get_abstract_mesh(), _dispatch.lowering_platform()
-        accuracy = tuple([str(node.params.get("accuracy")) for node in self.nodes])
-        key = self.structure, accuracy, self.chosen, activation, places, context
+        accuracies = [node.params.get("accuracy") for node in self.nodes]
+        key = self.structure, str(accuracies), self.chosen, activation, places, context
         if (call := _calls.get(key)) is None:
             program = None
             if own is not None:
                 program = search.program(own.call, own.reads, chosen=self.chosen)
-            today = Today(self._before(), own and own.call, program, self.chosen)
+            without = Without(self._before(), own and own.call, program, self.chosen)
             if len(_calls) >= 256:
                 _calls.clear()
-            call = DenseCall(activation, today, [v.shape for v in self.reads.values()])
+            call = DenseCall(activation, without, [v.shape for v in self.reads.values()])
             _calls[key] = call
         return call
 
@@ -158,7 +158,7 @@ class Layer(Region):
             arrays = dict(zip(self.inputs, args, strict=True))
             operands = [arrays[v] for v in self.reads.values()]
             if program is None:
-                return [call.today(*operands)]
+                return [call.without(*operands)]
             traced = program(self.rewrite)
             return jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *operands)
 
@@ -209,7 +209,8 @@ def layers(
         order = sorted(nodes, key=positions.__getitem__)
         layer = Layer(order, root, reads, own, None if own is None else chosen(own))
         whole = set(layer.inputs) == set(reads.values()) and layer.outputs == [root]
-        if not whole or _tune.is_sharded(layer) or any(n.plain_meaning is None for n in order):
+        known = not any(_compat.sharded_spec(v.aval) for v in (root, *reads.values()))
+        if not (whole and known) or any(n.plain_meaning is None for n in order):
             continue
         how = {k: (v, ROW if k == "bias" else Read(v.shape)) for k, v in reads.items()}
         title = "product + " + "bias + " * ("bias" in reads) + name

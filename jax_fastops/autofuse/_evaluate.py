@@ -157,8 +157,7 @@ class Plan:
                 continue
             if verdict is not None:
                 self.verdicts[rewrite], self._chosen[rewrite] = verdict, verdict.chosen
-            inside = [r for r in self.rewrites if r.root in rewrite.inner]
-            for other in inside:
+            for other in {self.replaced[v] for v in rewrite.inner if v in self.replaced}:
                 self.rewrites.remove(other)
                 for value in other.results:
                     self.replaced.pop(value, None)
