@@ -124,6 +124,25 @@ def verdicts(
     return result
 
 
+def of_layers(
+    found: Sequence[Region], program: Callable[[Rewrite, Chosen], Any], tune: bool
+) -> dict[Region, Verdict]:
+    """The verdicts on forwards of dense layers that were measured. Else the table decides."""
+    if not found or _tune.why_not() or not (tune or _was_there(directory())):
+        return {}
+    platform = lowering_platform()
+    taken = Chosen(platform, True, False)
+    local = [r for r in found if not _tune.is_sharded(r)]
+    known = _measured(local, tune, platform, lambda rewrite: program(rewrite, taken))
+    result: dict[Region, Verdict] = {}
+    for region, (times, source) in known.items():
+        choice = _choice(times["forward"]) if "forward" in times else None
+        if choice is not None:
+            reason = f"region {region}, {source}: forward {_text(times['forward'])}"
+            result[region] = Verdict(Chosen(platform, choice, False), reason)
+    return result
+
+
 def _verdict(region: Region, times: Measured, source: str, platform: str) -> Verdict | None:
     choices: list[bool | None] = []
     texts = []

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Literal
@@ -17,7 +16,8 @@ from jax.extend.core import Literal
 from jax_fastops import _compat, _explain, _implementation
 from jax_fastops.autofuse import _kept, _tune
 from jax_fastops.autofuse._attention import AttentionRule
-from jax_fastops.autofuse._decisions import Verdict, verdicts
+from jax_fastops.autofuse._decisions import Verdict, of_layers, verdicts
+from jax_fastops.autofuse._dense import layers
 from jax_fastops.autofuse._draws import Draws, has_draws
 from jax_fastops.autofuse._dropout import DropoutRule
 from jax_fastops.autofuse._embedding import EmbeddingRule
@@ -27,7 +27,16 @@ from jax_fastops.autofuse._heads import HeadsRule
 from jax_fastops.autofuse._linear import LinearLossRule
 from jax_fastops.autofuse._one_hot import OneHotLossRule
 from jax_fastops.autofuse._pattern_rule import PatternRule
-from jax_fastops.autofuse._rule import Miss, Rewrite, Rule, Search, calls_op, takes_kernel, visible
+from jax_fastops.autofuse._rule import (
+    Miss,
+    Rewrite,
+    Rule,
+    Search,
+    calls_op,
+    inlined,
+    takes_kernel,
+    visible,
+)
 from jax_fastops.autofuse._ruled_loss import RuledLossRule
 from jax_fastops.autofuse._segments import SegmentRule
 from jax_fastops.autofuse._value import NO_EQUATION, Node, Value
@@ -114,17 +123,18 @@ class Plan:
                 needed.update(rewrite.reads)
             if stays:
                 needed.update(node.inputs)
-        if self.rewrites and _implementation.current() == "auto":
-            self._decide(graph, settings.tune)
+        if _implementation.current() == "auto":
+            if self.rewrites:
+                self._decide(graph, settings.tune)
+            self._take_layers(graph, settings.tune)
+
+    def _program(self, rewrite: Rewrite, chosen: Any) -> Any:
+        return self.search.program(rewrite.call, rewrite.reads, chosen=chosen)
 
     def _decide(self, graph: Graph, tune: bool) -> None:
         """Decides on the matches by their regions, and leaves those that take no kernel."""
-
-        def program(rewrite: Rewrite, chosen: Any) -> Any:
-            return self.search.program(rewrite.call, rewrite.reads, chosen=chosen)
-
         of_ops = [rewrite for rewrite in self.rewrites if calls_op(rewrite.call)]
-        self.verdicts = verdicts(graph, of_ops, program, tune)
+        self.verdicts = verdicts(graph, of_ops, self._program, tune)
         for rewrite, (chosen, reason) in self.verdicts.items():
             self._chosen[rewrite] = chosen
             choices = zip((chosen.forward, chosen.step), takes_kernel(rewrite.call), strict=True)
@@ -133,6 +143,28 @@ class Plan:
                 self.rewrites.remove(rewrite)
                 for value in rewrite.results:
                     self.replaced.pop(value, None)
+
+    def _take_layers(self, graph: Graph, tune: bool) -> None:
+        """Takes the products before activations with them, where a forward gains."""
+        found = layers(graph, self._positions, self.search, self.rewrites, self.chosen)
+        verdicts = of_layers(found, self._program, tune)
+        for layer in found:
+            rewrite, verdict = layer.rewrite, verdicts.get(layer)
+            assert rewrite is not None
+            if verdict is not None and not verdict.chosen.forward:
+                part = layer.own is not None
+                self.search.misses.append(Miss(rewrite.name, rewrite.root, verdict.reason, part))
+                continue
+            if verdict is not None:
+                self.verdicts[rewrite], self._chosen[rewrite] = verdict, verdict.chosen
+            for other in {self.replaced[v] for v in rewrite.inner if v in self.replaced}:
+                self.rewrites.remove(other)
+                for value in other.results:
+                    self.replaced.pop(value, None)
+            self.rewrites.append(rewrite)
+            self.replaced[rewrite.root] = rewrite
+        if found:
+            self.rewrites.sort(key=lambda r: self._positions[r.root.node], reverse=True)
 
     def chosen(self, rewrite: Rewrite) -> Any:
         """What the region of a match takes, or ``None`` if the table decides."""
@@ -367,7 +399,7 @@ class _Run:
         types = [jax.typeof(x) for x in given]
         with _explain.at(lambda: root.line), source_info_util.set_name_stack(stack):
             if program is not None and program.in_avals == types:
-                return _inlined(program)(*given)
+                return inlined(program)(*given)
             with _implementation.use_chosen(chosen):
                 return rewrite.call(*given, fanout=twice)
 
@@ -415,13 +447,6 @@ def _is_recordable(program) -> bool:
     jaxpr = program.jaxpr
     literals = any(isinstance(x, Literal) for x in jaxpr.outvars)
     return not (program.consts or jaxpr.effects or literals)
-
-
-@functools.lru_cache(1024)
-def _inlined(program: Any) -> Callable[..., list]:
-    """A traced program as a function, whose derivative ``jax.jit`` keeps."""
-    run = functools.partial(jax.core.eval_jaxpr, program.jaxpr, program.consts)
-    return jax.jit(run, inline=_compat.INLINE)
 
 
 def _scope(step: Node, own: bool = False):

@@ -287,6 +287,8 @@ class PatternRule(Rule):
         operands, numbers = leaves
         if pattern.axes == "each":
             numbers["axis"] = root.long[axis]
+        if pattern.biased is not None:
+            self.search.activations[root] = pattern.name, *operands["x"]
         refused: tuple | None = None
         for before, op, reads, results, options in self._forms(
             pattern, axis, root, operands, nodes

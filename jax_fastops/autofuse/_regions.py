@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -287,7 +287,7 @@ class _Regions:
         self._inner: dict[Rewrite, set[Node]] = {}
         self._owners: dict[Node, list[Rewrite]] = {}
         for rewrite in reversed(rewrites):  # in the order of the program
-            nodes = _nodes_of(rewrite)
+            nodes = nodes_of(rewrite.results, rewrite.reads)
             if nodes is not None:
                 self._inner[rewrite] = nodes
                 for node in nodes:
@@ -412,9 +412,9 @@ def _is_constant(node: Node) -> bool:
     return node.equation.primitive.name == "iota"
 
 
-def _nodes_of(rewrite: Rewrite) -> set[Node] | None:
-    """The equations that compute the results of a match from what it reads."""
-    reads, nodes, left = set(rewrite.reads), set(), list(rewrite.results)
+def nodes_of(results: Iterable[Value], reads: Iterable[Value]) -> set[Node] | None:
+    """The equations that compute results from what is read, if they are few."""
+    reads, nodes, left = set(reads), set(), list(results)
     while left:
         value = left.pop()
         node = value.node

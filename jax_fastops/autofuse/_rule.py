@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 
@@ -191,6 +192,8 @@ class Search:
         self.dropout: bool | str = dropout
         self.thorough: bool = thorough
         self.misses: list[Miss] = []
+        # Activations, each with the name, and the array that it is of.
+        self.activations: dict[Value, tuple[str, Value, Read]] = {}
         self.programs: dict[tuple[Any, ...], Any] = {} if programs is None else programs
         # Each with what it said.
         self._rules: dict[type[Rule], tuple[Rule, dict[Value, Rewrite | None]]] = {
@@ -344,3 +347,10 @@ def _trace(call: Call, types: Sequence[Any], fanout: bool) -> Any:
     if decisions:
         _jitted(call, fanout).decisions[_implementation.current()] = list(decisions)
     return traced.jaxpr
+
+
+@functools.lru_cache(1024)
+def inlined(program: Any) -> Callable[..., list]:
+    """A traced program as a function, whose derivative ``jax.jit`` keeps."""
+    run = functools.partial(jax.core.eval_jaxpr, program.jaxpr, program.consts)
+    return jax.jit(run, inline=_compat.INLINE)
