@@ -221,6 +221,47 @@ def test_the_loop_of_a_call_with_products_stays_whole():
     assert str(jax.make_jaxpr(step)(*_tune._types(region, "step"))).count("scan[") == 1
 
 
+def test_a_gpu_repeats_small_regions(monkeypatch):
+    """Its host takes longer to call a program than they run."""
+    small, large = (found(rms_norm, *shapes(s, s[1:]))[0] for s in ((8, 16), (1 << 18, 1024)))
+    assert _tune._counts(small, "step")[1] == 1
+    monkeypatch.setattr(_tune, "lowering_platform", lambda: "cuda")
+    assert _tune._counts(small, "step") == (8, 16)
+    assert _tune._counts(large, "step") == (1, 1)
+
+    run = _tune._chained(lambda x, key: [jnp.tanh(x), key])
+    lists = [(x, jax.random.key(0)) for x in arrays((8, 16), (8, 16))]
+    compiled = jax.jit(_tune._repeated(run, 3)).lower(lists).compile()
+    for (x, _), (y, _) in zip(lists, compiled(lists), strict=True):
+        np.testing.assert_allclose(y, jnp.tanh(x), rtol=1e-5)
+    text = compiled.as_text()
+    assert " while(" in text and "tanh" not in text[text.index("\nENTRY") :]
+
+
+def test_channels_of_convolutions_are_last_in_memory(monkeypatch):
+    """A kernel for channels before other dimensions is timed with the transpositions it takes."""
+    layout = "NCHW", "OIHW", "NCHW"
+
+    def f(x, w, scale, bias):
+        scale, bias = scale[:, None, None], bias[:, None, None]
+        for _ in range(2):
+            x = jax.nn.relu(x * scale + bias)
+            x = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=layout)
+        return jax.nn.softmax(x, 1)
+
+    args = shapes((2, 8, 6, 4), (8, 8, 3, 3), (8,), (8,))
+    region = found(f, *args)[-1]
+    plain, inputs = region.function(None), arrays(*(v.shape for v in region.inputs))
+    want = plain(*inputs)
+    monkeypatch.setattr(_tune, "lowering_platform", lambda: "cuda")
+    types = [t.shape for t in _tune._types(region, "forward")]
+    assert [v.shape for v in region.inputs] == [(2, 8, 6, 4)] and types == [(2, 6, 4, 8)]
+    got = _tune._in_memory(region, plain)(inputs[0].transpose(0, 2, 3, 1))
+    np.testing.assert_array_equal(got[0], want[0])  # no convolution reads the result
+    other = found(lambda x: jax.nn.softmax(x, 1), args[0])[0]
+    assert other.key != region.key and other.structure == region.structure
+
+
 # ---- the model -----------------------------------------------------------------------------------
 
 ROWS, WIDTH = (8192, 1024), (1024,)

@@ -45,7 +45,7 @@ from jax_fastops.autofuse._tune import PHASES, Times
 _SAME, _NOISE = 0.02, 1e-6  # a part, and seconds, that two times of one program may differ by
 _MUCH = 250e6  # bytes of memory, which are worth some time
 _SLOWER = 0.1  # this part of the time of the region
-_FORMAT = 2  # of a file
+_FORMAT = 3  # of a file, and of how its times are measured
 
 
 class Verdict(NamedTuple):

@@ -59,6 +59,22 @@ def _is_local(equation) -> bool:
     return name in LOCAL
 
 
+def order_in_memory(value: Value) -> tuple[int, ...]:
+    """The dimensions of an array in the order in which a GPU's memory has them.
+
+    XLA moves the channels of a convolution of images behind its other dimensions.
+    """
+    order = tuple(range(len(value.shape)))
+    if len(order) != 4 or not value.is_floating or value.dtype.itemsize not in (2, 4):
+        return order
+    for node in (value.node, *value.users):
+        if node.name == "conv_general_dilated" and value in (*node.outputs, node.operands[0]):
+            numbers = node.params["dimension_numbers"]
+            spec = numbers.out_spec if value in node.outputs else numbers.lhs_spec
+            return spec[0], *spec[2:], spec[1]
+    return order
+
+
 class Region:
     """A part of a program, and the matches in it.
 
@@ -113,6 +129,7 @@ class Region:
             given, made = (" ".join(map(named, x)) for x in (rewrite.reads, rewrite.results))
             lines.append(f"{made} = {_text(parts)} {given}")
         lines.append(" ".join(map(named, self.outputs)))
+        lines.append(str([order_in_memory(v) for v in (*self.inputs, *self.outputs)]))
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @functools.cached_property

@@ -26,13 +26,15 @@ from jax_fastops._dispatch import lowering_platform
 from jax_fastops._settings import own_code
 from jax_fastops.autofuse._cost import traffic
 from jax_fastops.autofuse._meaning import LOCAL, REDUCTIONS
-from jax_fastops.autofuse._regions import KEPT, Region, has_products
+from jax_fastops.autofuse._regions import KEPT, Region, has_products, order_in_memory
 from jax_fastops.autofuse._rule import Rewrite
+from jax_fastops.autofuse._value import Value
 
 PHASES = "forward", "step"
-# A program has so many copies of a region that they move this many bytes. A launch takes longer
-# than a small region.
+# A program has so many copies of a region that they move this many bytes, which no cache holds. On
+# a GPU it repeats them: the host takes longer to call a program than a small region runs.
 _COPIES, _MOVED = 8, {"cpu": 8 << 20, "cuda": 128 << 20}
+_TURNS, _REPEATED = 16, {"cuda": 1 << 30}
 _BATCH, _BUDGET = 2e-3, 0.04  # seconds of a batch of runs, and of all runs of a form
 
 
@@ -114,20 +116,58 @@ def _settings(x64: bool):
 
 def _compiled(region: Region, phase: str, fused: bool, program, x64: bool) -> Any:
     """The compiled program of one form, or the exception that says why there is none."""
-    function = region.function(program if fused else None)
+    function = _in_memory(region, region.function(program if fused else None))
     try:
         with _settings(x64):
             if phase == "step":
                 function = _step(region, function, fused)
-            lists = [_types(region, phase)] * _copies(region, phase)
-            return jax.jit(_chained(function)).lower(lists).compile()
+            copies, turns = _counts(region, phase)
+            lists = [_types(region, phase)] * copies
+            return jax.jit(_repeated(_chained(function), turns)).lower(lists).compile()
     except Exception as error:  # whatever does not compile is not chosen
         return error
 
 
-def _copies(region: Region, phase: str) -> int:
-    size = max(1, traffic(region, False, phase == "step"))
-    return max(1, min(_COPIES, _MOVED.get(lowering_platform(), 0) // size))
+def _counts(region: Region, phase: str) -> tuple[int, int]:
+    """How many copies of a region a program has, and how often it runs them."""
+    size, platform = max(1, traffic(region, False, phase == "step")), lowering_platform()
+    copies = max(1, min(_COPIES, _MOVED.get(platform, 0) // size))
+    return copies, max(1, min(_TURNS, _REPEATED.get(platform, 0) // (copies * size)))
+
+
+def _order(value: Value) -> tuple[int, ...]:
+    is_moved = lowering_platform() == "cuda"
+    return order_in_memory(value) if is_moved else tuple(range(len(value.shape)))
+
+
+def _in_memory(region: Region, function: Callable) -> Callable:
+    """The function of arrays whose dimensions are in the order that the program's memory has.
+
+    A kernel for another order costs two transpositions, and an XLA fusion none.
+    """
+
+    def run(*args):
+        orders = [tuple(np.argsort(_order(v)).tolist()) for v in region.inputs]
+        results = function(*map(lax.transpose, args, orders))
+        return list(map(lax.transpose, results, map(_order, region.outputs)))
+
+    return run
+
+
+def _repeated(run: Callable, turns: int) -> Callable:
+    """The results of the last of several turns, each after the one before."""
+    if turns == 1:
+        return run
+
+    def repeat(lists):
+        def turn(_, carry):
+            lists, _ = lax.optimization_barrier(carry)
+            return lists, run(lists)
+
+        results = jax.tree.map(lambda t: lax.full_like(t, 0), jax.eval_shape(run, lists))
+        return lax.fori_loop(0, turns, turn, (lists, results))[1]
+
+    return repeat
 
 
 def _chained(function: Callable) -> Callable:
@@ -192,7 +232,7 @@ def _types(region: Region, phase: str) -> list[jax.ShapeDtypeStruct]:
         if not any(region.differentiable) or not _cotangents(region):
             raise ValueError("the region has no gradient")
         values += [region.outputs[i] for i in _cotangents(region)]
-    return [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
+    return [jax.ShapeDtypeStruct([v.shape[i] for i in _order(v)], v.dtype) for v in values]
 
 
 # ---- inputs --------------------------------------------------------------------------------------
@@ -249,9 +289,11 @@ def _timed(region: Region, runs: dict[tuple[str, bool], Any]) -> dict[str, Times
         if any(isinstance(run, Exception) for run in both):
             continue
         try:
-            inputs = [_inputs(region, phase, rng) for _ in range(_copies(region, phase))]
+            copies, turns = _counts(region, phase)
+            inputs = [_inputs(region, phase, rng) for _ in range(copies)]
             seconds = seconds_of([functools.partial(run, inputs) for run in both])
-            found[phase] = Times(*(s / len(inputs) for s in seconds), *map(_temporary_bytes, both))
+            seconds = [s / (copies * turns) for s in seconds]
+            found[phase] = Times(*seconds, *map(_temporary_bytes, both))
         except Exception:  # it does not fit into memory
             continue
         finally:
