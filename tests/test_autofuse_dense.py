@@ -10,7 +10,7 @@ from harness.programs import cuda_targets_of
 from test_autofuse import close, names
 
 import jax_fastops as fo
-from jax_fastops import _native
+from jax_fastops import _dispatch, _native
 from jax_fastops.autofuse import _decisions, _tune
 from jax_fastops.autofuse._tune import Times
 
@@ -24,6 +24,9 @@ def cuda(cuda_programs, monkeypatch):
     for module in (_decisions, _tune):
         monkeypatch.setattr(module, "lowering_platform", lambda: "cuda")
     monkeypatch.setattr(_tune, "why_not", lambda: "")  # which is that of one device
+    entries = _dispatch.trees("cuda")
+    for name in ("dense_gelu", "dense_gelu_exact", "dense_silu"):  # also for small arrays
+        monkeypatch.setitem(entries[name]["bfloat16"], "forward", ["row_count", 96, False, True])
     _decisions.clear()
 
 
