@@ -195,6 +195,8 @@ def test_models(cuda_programs, module, config):
 # ---- values --------------------------------------------------------------------------------------
 
 SHAPES = [(1, 8, 8), (7, 200, 72), (129, 776, 520), (1000, 200, 520), (1000, 776, 8), (129, 8, 72)]
+# On 132 processors: three tiles for a block, of 64 columns and of groups in turns; tiles of 192.
+SHAPES += [(16993, 8, 72), (4097, 392, 1032), (1025, 776, 2312)]
 
 
 @on_gpu

@@ -62,7 +62,7 @@ def _is_local(equation) -> bool:
 def order_in_memory(value: Value) -> tuple[int, ...]:
     """The dimensions of an array in the order in which a GPU's memory has them.
 
-    XLA moves the channels of a convolution of images behind its other dimensions.
+    XLA moves the channels of a convolution of images after its other dimensions.
     """
     order = tuple(range(len(value.shape)))
     if len(order) != 4 or not value.is_floating or value.dtype.itemsize not in (2, 4):

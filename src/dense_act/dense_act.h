@@ -15,7 +15,7 @@ namespace jax_fastops::cuda {
 struct DenseActCall {
   DType dtype;  // kBF16 or kF16
   Activation activation;
-  int rows, columns, depth;  // 1 or more
+  int rows, columns, depth;  // columns and depth: 1 or more
   const void* x;             // [rows, depth], row-major
   const void* kernel;        // [depth, columns]
   const void* bias;          // [columns]; null: none

@@ -12,10 +12,10 @@ ffi::Error Forward(Call& call, cudaStream_t stream) {
   const int64_t rows = call.Batch(), columns = call.Size("n"), depth = call.Size("a");
   const DType dtype = call.Type();
   call.Require(dtype == DType::kBF16 || dtype == DType::kF16, "x", "must have 16 bits");
-  constexpr int64_t kMost = (int64_t{1} << 31) - 512;  // indices of tiles stay below 2^31
-  call.Require(rows <= kMost, "x", "has too many rows");
+  constexpr int64_t kMax = (int64_t{1} << 31) - 512;  // indices of tiles stay below 2^31
+  call.Require(rows <= kMax, "x", "has too many rows");
   for (const int64_t size : {columns, depth}) {
-    call.Require(size > 0 && size <= kMost && size % 8 == 0, "kernel",
+    call.Require(size > 0 && size <= kMax && size % 8 == 0, "kernel",
                  "must have sizes that are multiples of 8 below 2^31");
   }
   const cuda::DenseActCall c = {.dtype = dtype,

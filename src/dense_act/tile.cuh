@@ -116,7 +116,14 @@ __device__ __forceinline__ void FinishTile(const DenseParams& p,
     for (int i = 0; i < kOwn * kAcross; ++i) {
       const int first = row + i / kAcross * 64, part = i % kAcross;
       T* const rows = shared.finished + i % 2 * kPart;
-      if (kWarpgroups && stores) AwaitReadsOfStores<1>();
+      if (kWarpgroups && stores) {
+        // With an odd number of parts, the last store of the tile before has the first one's place.
+        if (i == 0 && kOwn * kAcross % 2 != 0) {
+          AwaitReadsOfStores<0>();
+        } else {
+          AwaitReadsOfStores<1>();
+        }
+      }
       AwaitThreads<Tile::kGroup>(kGroupOnly + group);
       Activate<T, known.value>(c[i / kAcross] + part * 8, shared.bias + part * 64, rows, lane);
       ShowToProducts();

@@ -90,6 +90,7 @@ __global__ void __launch_bounds__(kNormForwardForms[kForm].block,
                                                kNormForwardForms[kForm].held, kAccess, kDrops))
     NormRowKernel(const NormForwardParams p) {
   if constexpr (HasAnyType(kForm)) {
+    static_assert(!kDrops);
     if (p.dtype == DType::kF32) return NormRow<float, kAccess, kForm>(p);
     if (p.dtype == DType::kBF16) return NormRow<__nv_bfloat16, kAccess, kForm>(p);
   }
