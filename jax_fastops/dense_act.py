@@ -8,6 +8,7 @@ one tile of the product while it multiplies the next. The reference is XLA's pro
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -30,7 +31,7 @@ _KERNEL = Kernel.declare(
 )
 
 
-def product(x, kernel) -> jax.Array:
+def product(x: Any, kernel: Any) -> jax.Array:
     """The product over the last axis of ``x`` and the first one of ``kernel``.
 
     Over explicit axes, all other axes stay sharded.
