@@ -397,7 +397,9 @@ def test_bert_of_models(dtype):
     found = fo.explain(fo.autofuse(loss))(parameters).calls
     wanted = fo.explain(functools.partial(loss, ops=bert.FASTOPS))(parameters).calls
     moves = "split_qkv_heads", "transpose"  # attention reads and writes heads in their order
-    assert [call.op for call in found] == [c.op for c in wanted if c.op not in moves]
+    ours = [c.op for c in wanted if c.op not in moves]
+    # Under "native", autofuse leaves products to XLA.
+    assert [call.op for call in found] == ["bias_act" if op == "dense_act" else op for op in ours]
 
 
 def test_decoder_of_models():
