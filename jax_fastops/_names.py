@@ -21,6 +21,7 @@ _FUNCTIONS = {
     "softmax_cross_entropy, softmax_cross_entropy_with_integer_labels": "cross_entropy",
     "fused_linear_cross_entropy": "linear_cross_entropy",
     "embed, embedding, gather": "take",
+    "rope, rotary_embedding": "split_qkv_heads(qkv, num_heads=..., rotary=...)",
     "scatter_add": "segment_sum",
 }
 _ADVICE = {name: advice for names, advice in _FUNCTIONS.items() for name in names.split(", ")}

@@ -149,6 +149,7 @@ WORDS = np.array([[5, 6, 7]])
         (lambda: fo.bias_act(X, None, activation=jax.nn.gelu), "is the function gelu; it must be"),
         (lambda: fo.gelu, r"no attribute 'gelu' \(use bias_act\(x, activation=...\)\)"),
         (lambda: fo.scaled_dot_product_attention, r"\(use attention\)"),
+        (lambda: fo.rope, r"\(use split_qkv_heads\(qkv, num_heads=..., rotary=...\)\)"),
         (lambda: fo.nothing, "no attribute 'nothing'$"),
     ],
 )
