@@ -181,9 +181,8 @@ class _Layout:
         def frozen(arrays_, /, *args_, **kwargs_):
             reads = self.reads(arrays_)
             leaves = [read() for read in reads]
-            is_slice = [index is not None for _, index in self.places]
-            found = zip(leaves, reads, is_slice, strict=True)
-            slices = {id(leaf): (leaf, read) for leaf, read, of_stack in found if of_stack}
+            found = zip(leaves, reads, self.places, strict=True)
+            slices = {id(leaf): (leaf, read) for leaf, read, (_, i) in found if i is not None}
             token = _SLICES.set(slices)
             try:
                 return fn(self.structure.unflatten(leaves), *args_, **kwargs_)

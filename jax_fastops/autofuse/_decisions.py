@@ -89,6 +89,11 @@ def _was_there(folder: Path) -> bool:
     return os.path.isdir(folder)
 
 
+def _has_times(tune: bool) -> bool:
+    """Whether regions are measured, or may have been."""
+    return not _tune.why_not() and (tune or _was_there(directory()))
+
+
 def verdicts(
     graph: Graph,
     rewrites: Sequence[Rewrite],
@@ -100,16 +105,14 @@ def verdicts(
     ``program`` gives the traced program of a call under a choice.
     """
     platform = lowering_platform()
-    reason = _tune.why_not()
-    stored = not reason and (tune or _was_there(directory()))
+    stored = _has_times(tune)
     if not stored and platform != "cuda":
         return {}
     taken = Chosen(platform, True, True)
     found = regions(graph, rewrites)
     known: dict[Region, tuple[Measured, str]] = {}
     if stored:
-        known = _measured([r for r in found if not _tune.is_sharded(r)], tune, platform,
-                          lambda rewrite: program(rewrite, taken))  # fmt: skip
+        known = _measured(found, tune, platform, lambda rewrite: program(rewrite, taken))
     result: dict[Rewrite, Verdict] = {}
     if len(_decided) > 10_000:
         _decided.clear()
@@ -128,12 +131,11 @@ def of_layers(
     found: Sequence[Region], program: Callable[[Rewrite, Chosen], Any], tune: bool
 ) -> dict[Region, Verdict]:
     """The verdicts on forwards of dense layers that were measured. Else the table decides."""
-    if not found or _tune.why_not() or not (tune or _was_there(directory())):
+    if not found or not _has_times(tune):
         return {}
     platform = lowering_platform()
     taken = Chosen(platform, True, False)
-    local = [r for r in found if not _tune.is_sharded(r)]
-    known = _measured(local, tune, platform, lambda rewrite: program(rewrite, taken))
+    known = _measured(found, tune, platform, lambda rewrite: program(rewrite, taken))
     result: dict[Region, Verdict] = {}
     for region, (times, source) in known.items():
         choice = _choice(times["forward"]) if "forward" in times else None
@@ -190,8 +192,12 @@ def _text(times: Times) -> str:
 def _measured(
     found: Sequence[Region], tune: bool, platform: str, program: Callable[[Rewrite], Any]
 ) -> dict[Region, tuple[Measured, str]]:
-    """The times of regions, and where they are from. Equal regions are measured once."""
+    """The times of regions, and where they are from. Equal regions are measured once.
+
+    Regions of sharded arrays have none.
+    """
     about = _about(platform)
+    found = [region for region in found if not _tune.is_sharded(region)]
     keys = {r: hashlib.sha256(f"{about}\n{r.key}".encode()).hexdigest() for r in found}
     with _lock:
         new: dict[str, Region] = {}

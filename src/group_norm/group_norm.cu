@@ -51,8 +51,6 @@ struct Nothing {
 template <typename T>
 using Scratch = typename Block<T, sizeof(T), false>::Scratch;
 using Doubles = double[2][kThreads / kWarpSize];
-template <typename T, int kBytes>
-using TypeOf = std::conditional_t<kBytes == 2, __half, T>;
 
 // -------------------------------------------------------------------------------------------------
 // Forward
@@ -465,14 +463,14 @@ struct ForwardKernels {
   static constexpr auto* Blocks = ForwardBlocks;
   template <typename T, int kBytes, bool kLast>
   static auto Of() {
-    return KernelOf<GroupNormFamily, ForwardKernel<TypeOf<T, kBytes>, kBytes, kLast>>();
+    return KernelOf<GroupNormFamily, ForwardKernel<CommonType<T, kBytes == 2>, kBytes, kLast>>();
   }
 };
 struct BackwardKernels {
   static constexpr auto* Blocks = BackwardBlocks;
   template <typename T, int kBytes, bool kLast>
   static auto Of() {
-    return KernelOf<GroupNormFamily, BackwardKernel<TypeOf<T, kBytes>, kBytes, kLast>>();
+    return KernelOf<GroupNormFamily, BackwardKernel<CommonType<T, kBytes == 2>, kBytes, kLast>>();
   }
 };
 

@@ -505,13 +505,11 @@ __global__ void __launch_bounds__(kBlock, 1) NormRowsKernel(const __grid_constan
 // One kernel for all types but float64, which has a form of its own.
 template <bool kAligned, int kForm, bool kDrops>
 __global__ void __launch_bounds__(kBlock, 1) NormAnyRowsKernel(const __grid_constant__ Params p) {
-  using L = Layout<float, kAligned, kForm>;
-  using Half = Layout<__half, kAligned, kForm>;
-  using BFloat16 = Layout<__nv_bfloat16, kAligned, kForm>;
-  constexpr int kBytes = std::max(sizeof(Shared<L>), sizeof(Shared<Half>));
-  if (p.dtype == DType::kF32) return NormRows<L, kBytes, kDrops>(p);
-  if (p.dtype == DType::kBF16) return NormRows<BFloat16, kBytes, kDrops>(p);
-  NormRows<Half, kBytes, kDrops>(p);
+  constexpr int kBytes = std::max(sizeof(Shared<Layout<float, kAligned, kForm>>),
+                                  sizeof(Shared<Layout<__half, kAligned, kForm>>));
+  ForTypesOf<float>(p.dtype, [&]<typename T>(TypeTag<T>) {
+    NormRows<Layout<T, kAligned, kForm>, kBytes, kDrops>(p);
+  });
 }
 
 }  // namespace

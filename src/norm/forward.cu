@@ -80,8 +80,8 @@ __device__ __forceinline__ void NormRow(const NormForwardParams& p) {
   }
 }
 
-// Rows of more than a warp have one kernel for all types, with T = __half. For shorter ones, a
-// common kernel spills registers.
+// Rows of more than a warp have one kernel for all types but float64, with T = __half. For shorter
+// ones, a common kernel spills registers.
 constexpr bool HasAnyType(int form) { return kNormForwardForms[form].threads > 32; }
 
 template <typename T, NormAccess kAccess, int kForm, bool kDrops>

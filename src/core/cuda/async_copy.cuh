@@ -131,41 +131,29 @@ struct Barrier {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(SharedAddress(this))
                  : "memory");
   }
-  // Wait, for what this block's threads and the copies that they started have written.
-  __device__ __forceinline__ void WaitInBlock([[maybe_unused]] int parity) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    uint32_t done;
-    do {
-      asm volatile(
-          "{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;"
-          " selp.u32 %0, 1, 0, done; }"
-          : "=r"(done)
-          : "r"(SharedAddress(this)), "r"(parity)
-          : "memory");
-    } while (done == 0);
-#endif
-  }
+#define FASTOPS_WAIT(form)                                       \
+  asm volatile("{ .reg .pred done; mbarrier." form               \
+               ".b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }" \
+               : "=r"(done)                                      \
+               : "r"(SharedAddress(this)), "r"(parity)           \
+               : "memory")
+  // With kInBlock, no other block of the cluster has written what is waited for.
+  template <bool kInBlock = false>
   __device__ __forceinline__ void Wait(int parity) {
     uint32_t done;
     do {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-      asm volatile(
-          "{ .reg .pred done; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], "
-          "%2;"
-          " selp.u32 %0, 1, 0, done; }"
-          : "=r"(done)
-          : "r"(SharedAddress(this)), "r"(parity)
-          : "memory");
+      if constexpr (kInBlock) {
+        FASTOPS_WAIT("try_wait.parity.shared::cta");
+      } else {
+        FASTOPS_WAIT("try_wait.parity.acquire.cluster.shared::cta");
+      }
 #else
-      asm volatile(
-          "{ .reg .pred done; mbarrier.test_wait.parity.shared.b64 done, [%1], %2;"
-          " selp.u32 %0, 1, 0, done; }"
-          : "=r"(done)
-          : "r"(SharedAddress(this)), "r"(parity)
-          : "memory");
+      FASTOPS_WAIT("test_wait.parity.shared");
 #endif
     } while (done == 0);
   }
+#undef FASTOPS_WAIT
 };
 
 }  // namespace jax_fastops::cuda

@@ -52,6 +52,19 @@ __device__ __forceinline__ void ForTypesOf(DType dtype, const Visit& visit) {
   }
 }
 
+// The type of a kernel that both types of 16 bits have in common if kBoth. Otherwise T.
+template <typename T, bool kBoth>
+using CommonType = std::conditional_t<kBoth && sizeof(T) == 2, __half, T>;
+
+// On the device, in such a kernel: visit(TypeTag<U>()) with the type of the call.
+template <typename T, bool kBoth, typename Visit>
+__device__ __forceinline__ void ForCommonTypes([[maybe_unused]] DType dtype, const Visit& visit) {
+  if constexpr (kBoth && sizeof(T) == 2) {
+    if (dtype == DType::kBF16) return visit(TypeTag<__nv_bfloat16>());
+  }
+  visit(TypeTag<T>());
+}
+
 // Shared memory: one place for all element types of a kernel.
 template <int kBytes>
 __device__ __forceinline__ char* SharedBytes() {
@@ -69,9 +82,7 @@ __global__ void __launch_bounds__(kThreads, Work::kBlocks)
     if (Work::kBlocks == 0 || dtype == DType::kF64) return work.template Run<double>();
   }
   if constexpr (!kDouble || Work::kBlocks > 0) {
-    if (dtype == DType::kF32) return work.template Run<float>();
-    if (dtype == DType::kBF16) return work.template Run<__nv_bfloat16>();
-    work.template Run<__half>();
+    ForTypesOf<float>(dtype, [&]<typename T>(TypeTag<T>) { work.template Run<T>(); });
   }
 }
 

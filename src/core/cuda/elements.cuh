@@ -426,19 +426,15 @@ __device__ __forceinline__ void ElementsLoop(const ElementsParams<F>& p) {
   }
 }
 
-// Whether there is one kernel for both types of 16 bits, with T = __half.
-template <typename T, Access kAccess, bool kWide>
-constexpr bool IsOf16Bits() {
-  return kAccess == Access::kRagged && sizeof(T) == 2 && !kWide;
-}
+// Whether both types of 16 bits have one kernel.
+template <Access kAccess, bool kWide>
+inline constexpr bool kIsCommon = kAccess == Access::kRagged && !kWide;
 
 template <typename F, typename T, Access kAccess, int kSet, bool kWide>
 __global__ void __launch_bounds__(kElementsThreads)
     ElementsKernel(const __grid_constant__ ElementsParams<F> p) {
-  if constexpr (IsOf16Bits<T, kAccess, kWide>()) {
-    if (p.dtype == DType::kBF16) return ElementsLoop<F, __nv_bfloat16, kAccess, kSet, kWide>(p);
-  }
-  ElementsLoop<F, T, kAccess, kSet, kWide>(p);
+  ForCommonTypes<T, kIsCommon<kAccess, kWide>>(
+      p.dtype, [&]<typename U>(TypeTag<U>) { ElementsLoop<F, U, kAccess, kSet, kWide>(p); });
 }
 
 template <typename F>
@@ -463,7 +459,7 @@ struct ElementsChoice {
 template <typename F, typename T, Access kAccess, bool kWide, int... kSets>
 ElementsChoice<F> ElementsKernelOf(int set, std::integer_sequence<int, kSets...>) {
   ElementsChoice<F> choice = {nullptr, kElementsWords<F, T, kAccess, kWide>};
-  using Of = std::conditional_t<IsOf16Bits<T, kAccess, kWide>(), __half, T>;
+  using Of = CommonType<T, kIsCommon<kAccess, kWide>>;
   const auto consider = [&](int its_set, auto kernel) {
     if (its_set == kAnySet ? choice.kernel == nullptr : its_set == set) choice.kernel = kernel;
   };

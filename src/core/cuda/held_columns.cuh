@@ -34,7 +34,6 @@
 #include <cooperative_groups.h>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "core/cuda/column_holders.cuh"
 #include "core/cuda/dispatch.cuh"
@@ -267,19 +266,16 @@ __device__ __forceinline__ void TakeColumns(const HeldColumns& columns, const Co
   });
 }
 
-// Single elements of 16 bits have one kernel for both types, with T = __half.
+// Single elements of 16 bits have one kernel for both types.
 template <typename Functors, typename T, int kBytes, bool kRegisters>
 __global__ void __launch_bounds__(ColumnThreads(kRegisters, kBytes, Functors::kInputs),
                                   MinColumnBlocks(kRegisters, kBytes, Functors::kInputs))
     ColumnsKernel(const __grid_constant__ HeldColumns columns,
                   const __grid_constant__ ColumnsLaunch launch,
                   const __grid_constant__ typename Functors::Params params) {
-  if constexpr (kBytes == 2) {
-    if (launch.dtype == DType::kBF16) {
-      return TakeColumns<Functors, __nv_bfloat16, kBytes, kRegisters>(columns, launch, params);
-    }
-  }
-  TakeColumns<Functors, T, kBytes, kRegisters>(columns, launch, params);
+  ForCommonTypes<T, kBytes == 2>(launch.dtype, [&]<typename U>(TypeTag<U>) {
+    TakeColumns<Functors, U, kBytes, kRegisters>(columns, launch, params);
+  });
 }
 
 // Calls the kernels on columns of T, of a family that lists them (KernelOf). `partials` has room
@@ -288,7 +284,7 @@ template <typename Family, typename Functors, typename T>
 cudaError_t LaunchHeldColumns(const ColumnsPlan& plan, const HeldColumns& columns,
                               const typename Functors::Params& params, void* partials,
                               cudaStream_t stream) {
-  using Single = std::conditional_t<sizeof(T) == 2, __half, T>;
+  using Single = CommonType<T, true>;
   constexpr int kSingle = sizeof(T), kWide = ColumnBytes(sizeof(T));
   if (plan.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   ColumnsLaunch launch = plan.launch;

@@ -36,14 +36,14 @@ class Ring {
 
   // Waits until the slot is free. Copies of so many bytes must count on the result.
   __device__ __forceinline__ Barrier* Fill(int bytes) {
-    empty_[slot_].WaitInBlock(parity_ ^ 1);
+    empty_[slot_].Wait<true>(parity_ ^ 1);
     full_[slot_].ArriveAndExpect(bytes);
     return full_ + slot_;
   }
 
-  // Waits until the slot is filled. A thread may be one round behind those that fill and free the
-  // slots, not more.
-  __device__ __forceinline__ void AwaitFilled() { full_[slot_].WaitInBlock(parity_); }
+  // Waits until the slot is filled. What came into this slot before was waited for, by this thread
+  // or another one: rounds differ by their parity only.
+  __device__ __forceinline__ void AwaitFilled() { full_[slot_].Wait<true>(parity_); }
   __device__ __forceinline__ void Free(int slot) { empty_[slot].Arrive(); }
 
  private:
