@@ -76,14 +76,16 @@ __device__ __forceinline__ void LoadTileBias(const DenseActCall& call, int colum
 template <typename T, Activation kActivation>
 __device__ __forceinline__ void Activate(const MatrixC* c, const float* bias, T* rows, int lane) {
   const int row = WarpIndex() % 4 * 16 + lane / 4, pair = lane % 4 * 2;
+  // Loads between the stores would wait for these, and each activation for the one before.
+  Unit<float, 8> b[8];
+#pragma unroll
+  for (int t = 0; t < 8; ++t) b[t] = Unit<float, 8>::Load(bias + t * 8 + pair);
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
-    const float* const b =
-        static_cast<const float*>(__builtin_assume_aligned(bias + t * 8 + pair, 8));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float y[2] = {ActivatedSum<kActivation, T>(c[t][i * 2], b[0]),
-                          ActivatedSum<kActivation, T>(c[t][i * 2 + 1], b[1])};
+      const float y[2] = {ActivatedSum<kActivation, T>(c[t][i * 2], b[t][0]),
+                          ActivatedSum<kActivation, T>(c[t][i * 2 + 1], b[t][1])};
       Vec<T, 4>::Packed(y).Store(rows + Swizzled(row + i * 8, t) + pair);
     }
   }
