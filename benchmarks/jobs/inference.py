@@ -6,14 +6,13 @@ weights:
 
 ``ours``           `models.bert` with the ops of this package, jitted
 ``frozen``         the same with its parameters bound by `jax_fastops.freeze`
+``constants``      the same with parameters that are constants of the program, and a result that has
+                   the memory of the last one: a CUDA graph of PyTorch has both
 ``packed``         ``ours`` with a ``token_capacity`` of 13/16 of the positions; 3/4 are tokens
 ``plain``          the same model on `jax.nn`
 ``torch``          PyTorch: the same network compiled by Inductor with CUDA graphs
                    (``mode="reduce-overhead"``), with scaled_dot_product_attention
 ``torch-autotune`` the same with tuned products (``mode="max-autotune"``): it compiles for minutes
-
-Parameters are arguments of JAX' programs, or with ``--constants`` constants, as they are in
-PyTorch's CUDA graphs: each of the 151 arguments costs the host time in each call.
 
 ``ms`` is the time of a call where many calls are in flight, and ``latency_ms`` that of a call which
 is waited for. At batch 1 the host decides, and processes differ: ``--processes`` takes medians.
@@ -34,7 +33,7 @@ from benchmarks.processes import jax_calls, timed, torch_wait
 fo = installed("jax_fastops")
 
 MODES = {"torch": "reduce-overhead", "torch-autotune": "max-autotune"}
-CONTENDERS = ("ours", "frozen", "packed", "plain", *MODES)
+CONTENDERS = ("ours", "frozen", "constants", "packed", "plain", *MODES)
 SAMPLE = 8
 
 
@@ -43,7 +42,6 @@ def options(add) -> None:
     shapes = ["1x32", "1x128", "8x128", "32x512"]
     add("--shapes", nargs="+", default=shapes, help="batch x length")
     add("--dtypes", nargs="+", default=["bfloat16", "float16"])
-    add("--constants", action="store_true", help="JAX's parameters are constants")
     add("--attention", nargs="+", choices=("cudnn", "softmax", "xla"), default=["cudnn", "softmax"])
 
 
@@ -59,10 +57,6 @@ def rows(options):
 
 def shared(row: dict):
     return row["contender"] not in MODES and (row["dtype"], row["contender"])
-
-
-def facts(options) -> dict:
-    return {"what": "-constants"} if options.constants else {}
 
 
 def measure(options, contender: str, shape: str, dtype: str, attention: str) -> dict:
@@ -96,9 +90,9 @@ def jax_row(options, contender: str, shape: str, dtype: str, attention: str) -> 
         return bert.apply(params, tokens, config, mask=inside, ops=ops, **more)[0]
 
     params = start()
-    if options.constants:
+    if contender == "constants":
         jax.config.update("jax_use_simplified_jaxpr_constants", False)  # or they are arguments
-        program = jax.jit(functools.partial(forward, params))
+        program = in_place(functools.partial(forward, params))
     elif contender == "frozen":
         program = fo.freeze(forward, params)
     else:
@@ -107,6 +101,28 @@ def jax_row(options, contender: str, shape: str, dtype: str, attention: str) -> 
     lowered = jax.jit(forward).lower(params, tokens, inside)
     found["calls"] = lowered.as_text().count("custom_call @jax_fastops")
     return found | {"sample": result[0, 0, :SAMPLE].astype(jnp.float32).tolist()}
+
+
+def in_place(forward):
+    """The jitted function. A result is valid until the next call, which takes its memory."""
+
+    @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+    def call(last, *args):
+        del last
+        return forward(*args)
+
+    last = None
+
+    def program(*args):
+        nonlocal last
+        if last is None:
+            last = jax.tree.map(
+                lambda a: jnp.empty(a.shape, a.dtype), jax.eval_shape(forward, *args)
+            )
+        last = call(last, *args)
+        return last
+
+    return program
 
 
 def torch_row(options, contender: str, shape: str, dtype: str, attention: str) -> dict:
