@@ -4,8 +4,8 @@
     python examples/finetune_bert.py FOLDER --train train.tsv --test test.tsv --out tuned
 
 FOLDER has a BERT of Hugging Face: ``config.json``, ``model.safetensors`` and ``tokenizer.json``.
-``huggingface_hub.snapshot_download("bert-base-uncased")`` downloads one. A file of texts has a line
-for each: the label, a tab, and the text. The labels of the training texts are the classes.
+``hf download google-bert/bert-base-uncased --local-dir FOLDER`` makes one. A file of texts has a
+line for each: the label, a tab, and the text. The labels of the training texts are the classes.
 
 Short texts share rows, so that little of a batch is padding: ``packing`` of ``jax_fastops.models``
 puts them there, and the model gives an output for each. A step has about ``--batch`` texts.
@@ -47,8 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         highlight=False,
     )
     tokens = job.rows(0).segment_ids
+    passes = options.steps * job.size / job.count
     console.print(
-        f"{len(tokens)} rows of {job.length} tokens; {(tokens > 0).mean():.1%} is not padding",
+        f"{len(tokens)} rows of {job.length} tokens; {(tokens > 0).mean():.1%} is not padding; "
+        f"{passes:.3g} passes over the texts",
         highlight=False,
     )
     if (unknown := job.unknown()) > 0.1:

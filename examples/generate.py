@@ -4,8 +4,8 @@
     python examples/generate.py FOLDER "Once upon a time" --length 100 --temperature 0.7
 
 FOLDER has ``config.json``, ``model.safetensors`` (or several files of tensors) and
-``tokenizer.json``. ``huggingface_hub.snapshot_download("Qwen/Qwen3-0.6B")`` downloads one. A text
-ends at a token that ``generation_config.json`` or ``config.json`` names.
+``tokenizer.json``. ``hf download Qwen/Qwen3-0.6B --local-dir FOLDER`` makes one. A text ends at a
+token that ``generation_config.json`` or ``config.json`` names.
 """
 
 import json

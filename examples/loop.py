@@ -130,7 +130,7 @@ def check_folder(folder: Path, kind: str) -> None:
         if not (folder / name).exists():
             raise ValueError(
                 f"{folder} has no {name}; it must be a folder with a {kind}, for example one that "
-                "huggingface_hub.snapshot_download(NAME) returned"
+                "'hf download NAME --local-dir FOLDER' makes"
             )
 
 

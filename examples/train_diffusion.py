@@ -24,11 +24,15 @@ import jax.numpy as jnp
 import jax_fastops as fo
 import numpy as np
 import optax
-from flax import nnx
 from jax import lax
 from PIL import Image, ImageOps
 
 import loop
+
+try:
+    from flax import nnx
+except ImportError as error:
+    raise SystemExit(f"{error}; this program needs: pip install flax") from None
 
 CONFIGS = {"small": (32, 16), "base": (32, 64)}  # pixels, channels
 FIXED = ("config", "batch", "rate", "seed")

@@ -149,7 +149,8 @@ def parse(example: Example, argv: Sequence[str] | None) -> argparse.Namespace:
     # Without float16: its gradients need a scaled loss, which the examples do not have.
     dtypes = ("bfloat16", "float32")
     add("--dtype", choices=dtypes, help="(default: float32 on a CPU, bfloat16 elsewhere)")
-    add("--attention", choices=("softmax", "xla", "cudnn"), default="softmax", metavar="HOW")
+    about = "by ops of jax_fastops, or by jax.nn with this implementation (default: softmax)"
+    add("--attention", choices=("softmax", "xla", "cudnn"), default="softmax", help=about)
     add("--ops", choices=example.ops, default="fastops", help="the kernels, or plain JAX")
     add("--rate", type=loop.above_zero, metavar="R", help="of learning (default: by size)")
     add("--warm-up", type=loop.positive, default=50, metavar="N", help="steps to it (default: 50)")

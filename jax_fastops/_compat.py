@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 import weakref
 
@@ -101,12 +102,22 @@ def as_one_primitive(function, name: str):
     return function
 
 
+def is_installed(path: str) -> bool:
+    """Whether a file is one of an installed package, and not of the user's program."""
+    return any(f"{os.sep}{name}-packages{os.sep}" in path for name in ("site", "dist"))
+
+
 def source_line(equation) -> str:
-    """The user's file and line that made an equation, or an empty text."""
+    """The user's file and line that made an equation, or an empty text.
+
+    It is the innermost line outside of installed packages, if there is one.
+    """
     try:
-        return source_info_util.summarize(equation.source_info).split(" (")[0]
+        frames = source_info_util.summarize(equation.source_info, num_frames=10**6).split("\n")
     except (ImportError, AttributeError, TypeError):
         return ""
+    own = (frame for frame in reversed(frames) if not is_installed(frame))
+    return next(own, frames[-1]).split(" (")[0]
 
 
 def context_of(equation) -> tuple:

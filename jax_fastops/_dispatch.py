@@ -106,7 +106,7 @@ def decide(kernels: frozenset[str], request: Request, platform: str) -> Decision
     return Decision(*(other if c is None else Choice(c, REGION) for c, other in pairs))
 
 
-REGION = "the decision for its region"
+REGION = "autofuse decided for its region; autofuse.report has the reason"
 
 
 def _by_table(request: Request, platform: str) -> Decision:

@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from jax.sharding import AxisType, get_abstract_mesh
 
 from jax_fastops import _tables
 from jax_fastops._arguments import array_leaves, check_function, placed, selected
+from jax_fastops._compat import is_installed
 from jax_fastops._dispatch import Choice, Decision, lowering_platform
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -63,7 +65,7 @@ class OpCall:
       kernel: whether the call takes the kernel, in forward and backward if the function
         differentiates it.
       reason: why it does, or why not.
-      where: the file and line of the call.
+      where: the file and line of the call, or of what calls an installed package that makes it.
       differentiated: whether the function differentiates the call.
       calls: how often it runs. The body of a ``while`` loop and each branch of a ``cond`` count
         once.
@@ -94,7 +96,8 @@ class OpCall:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What :func:`explain` found. Its text is a table, with colors in a terminal that has ``rich``.
+    """What :func:`explain` found. Its text is a table, with colors in a terminal that has ``rich``,
+    and with one row for equal calls.
 
     Attributes:
       calls: the calls of ops in the order in which they were traced.
@@ -136,8 +139,15 @@ class Explanation:
         """The table, in a notebook."""
         return f"{_tables.as_html(self._rows())}<p>{self._summary()}</p>"
 
+    def _alike(self) -> list[OpCall]:
+        """The calls, where equal ones, as those of equal layers, are one."""
+        counts: Counter[OpCall] = Counter()
+        for call in self.calls:
+            counts[dataclasses.replace(call, calls=0)] += call.calls
+        return [dataclasses.replace(call, calls=n) for call, n in counts.items()]
+
     def _rows(self) -> list[tuple[str, ...]]:
-        return [_COLUMNS, *(call._cells() for call in self.calls)]
+        return [_COLUMNS, *(call._cells() for call in self._alike())]
 
     def _colored(self) -> str:
         from rich.console import Console
@@ -151,7 +161,7 @@ class Explanation:
         from rich.table import Table
 
         table = Table(*_COLUMNS, caption=self._summary())
-        for call in self.calls:
+        for call in self._alike():
             table.add_row(*call._cells(), style="green" if call.kernel else "yellow")
         return table
 
@@ -351,17 +361,24 @@ def at(where: Callable[[], str]):
 
 
 def _where() -> str:
-    """File and line of the call: the innermost frame outside of JAX and of the op layer."""
+    """File and line of the call: the innermost frame outside of JAX and of the op layer.
+
+    A frame of an installed package counts only if there is no other.
+    """
     if _thread.where and (place := _thread.where()):
         return place
-    frame = sys._getframe(1)
+    frame, found = sys._getframe(1), ""
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_MODELS) or not name.startswith(_LIBRARIES):
-            near = os.path.relpath(name) if os.path.isfile(name) else name
-            return f"{min(near, name, key=len)}:{frame.f_lineno}"
+            is_own = name.startswith(_MODELS) or not is_installed(name)
+            if is_own or not found:
+                near = os.path.relpath(name) if os.path.isfile(name) else name
+                found = f"{min(near, name, key=len)}:{frame.f_lineno}"
+            if is_own:
+                break
         frame = frame.f_back
-    return ""
+    return found
 
 
 _mark = Primitive("fastops_explained")

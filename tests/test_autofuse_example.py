@@ -41,5 +41,6 @@ def test_losses_and_report(printed, name):
         assert abs(float(plain) - float(fused)) < 2e-3
     assert float(rows[-1][1]) < float(rows[0][1]) - 0.2
     for pattern, count in PATTERNS[name].items():
-        found = re.findall(rf"^(?:[a-z]+ \+ )*{pattern} ", text, re.M)
-        assert len(found) == count, text
+        number = r"(?:\((\d+)|.*\n\((\d+))?"  # of equal rows, here or in the next line
+        found = re.findall(rf"^(?:[a-z]+ \+ )*{pattern} {number}", text, re.M)
+        assert sum(int(here or below or 1) for here, below in found) == count, text

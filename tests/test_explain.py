@@ -583,6 +583,32 @@ def test_the_text_is_a_table(native):
     assert summary == "1 call, 1 by kernel; 8.19 kB kept for the backward"
 
 
+def test_equal_calls_are_one_row(native):
+    def layers(x):
+        for _ in range(3):
+            x = fo.softmax(x)
+        return fo.softmax(x)
+
+    found = fo.explain(layers)(X)
+    _, three, one, summary = str(found).splitlines()
+    assert three.split()[3] == "3" and one.split()[3] == "1" and summary.startswith("4 calls, 4 by")
+    assert [call.calls for call in found.calls] == [1] * 4
+
+
+def test_the_place_is_outside_of_installed_packages(native):
+    library = {}
+    code = "def apply(f, x):\n    return f(x)\n"
+    exec(compile(code, "/env/lib/site-packages/library.py", "exec"), library)
+
+    def program(f, x):
+        return library["apply"](f, x)
+
+    here = f"test_explain.py:{program.__code__.co_firstlineno + 1}"
+    assert only(functools.partial(program, fo.softmax), X).where.endswith(here)
+    report = fo.autofuse.report(functools.partial(program, jax.nn.softmax))(X)
+    assert [here in found.where for found in report.replaced] == [True]
+
+
 def test_a_terminal_gets_colors(native, monkeypatch):
     pytest.importorskip("rich")
     found = fo.explain(fo.relu)(X)

@@ -20,7 +20,8 @@ class Replaced:
 
     Attributes:
       pattern: its name, with ``"add + "`` or ``"bias + "`` if the op takes the sum before it too.
-      where: the file and line of its last operation.
+      where: the file and line of its last operation, or of what calls an installed package that
+        has it.
       shape: the shape of its result.
       dtype: the dtype of its result.
       why: why the call takes the kernel, after a note if the op gives another result somewhere.
@@ -67,7 +68,7 @@ class Missed:
 
 @dataclasses.dataclass(frozen=True)
 class FuseReport:
-    """What :class:`autofuse` does with a function. Its text is a table.
+    """What :class:`autofuse` does with a function. Its text is a table with one row for equal ones.
 
     Attributes:
       replaced: the patterns that ops replace, in the order of the program.
@@ -93,24 +94,27 @@ class FuseReport:
     def _tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
         """The titles and rows of the tables. The first row has the names of columns."""
         rows: list[tuple[str, ...]] = [("pattern", "result", "saves", "where", "why")]
-        for r in self.replaced:
+        for r, n in Counter(self.replaced).items():  # each layer of a model has the same
             result = f"{r.dtype}[{','.join(map(str, r.shape))}]"
-            rows.append((r.pattern, result, _tables.size(r.saves), r.where, r.why))
+            rows.append((_times(r.pattern, n), result, _tables.size(r.saves), r.where, r.why))
         tables = [(f"{_patterns(self.replaced)} replaced", rows if self.replaced else [])]
         if self.missed:
-            alike: dict[tuple, list[Missed]] = {}  # each layer of a model has the same
+            alike: dict[tuple, list[Missed]] = {}
             for m in self.missed:
                 alike.setdefault((m.pattern, m.where, m.reason), []).append(m)
             rows = [("pattern", "up to", "where", "why")]
             for (name, *rest), group in alike.items():
-                name += f" ({len(group)} times)" if group[1:] else ""
-                rows.append((name, group[0].equation, *rest))
+                rows.append((_times(name, len(group)), group[0].equation, *rest))
             tables.append((f"{_patterns(self.missed)} left", rows))
         return tables
 
 
 def _patterns(found: tuple) -> str:
     return f"{len(found)} pattern{'s' * (len(found) != 1)}"
+
+
+def _times(name: str, n: int) -> str:
+    return name + f" ({n} times)" * (n > 1)
 
 
 # ---- what plans say ------------------------------------------------------------------------------
@@ -155,7 +159,7 @@ def report_of(
         reason = _PUT_GRAD_AROUND + _would_replace(function, report)
         missed.insert(0, _missed("derivative", derivative, reason))
         if not replaced:
-            warnings.warn(f"autofuse: nothing is replaced: {reason}", stacklevel=3)
+            warnings.warn(f"autofuse: nothing is replaced: {reason}", stacklevel=4)
     return FuseReport(tuple(replaced), tuple(missed))
 
 
@@ -183,8 +187,8 @@ def _would_replace(function: Callable, report: Callable[[Callable], FuseReport])
     except Exception:  # whatever the function raises: it may take other arguments
         return ""
     counts = Counter(r.pattern for r in found.replaced)
-    names = (name + f" ({n} times)" * (n > 1) for name, n in counts.items())
-    return f". This would replace {', '.join(names)}" if counts else ""
+    names = ", ".join(_times(name, n) for name, n in counts.items())
+    return f". This would replace {names}" if counts else ""
 
 
 def _missed(name: str, value: Value, reason: str) -> Missed:
