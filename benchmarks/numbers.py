@@ -250,20 +250,6 @@ def sources() -> dict[str, str]:
     return found
 
 
-def waits() -> dict[str, str]:
-    """The numbers of guides/inference.md: calls in flight, and calls that are waited for."""
-    names = {
-        "default": "default",
-        "default, donated": "donated",
-        "stacks, skip profiled, pdl": "stacks",
-    }
-    return {
-        f"wait_{names[row['variant']]}_{row['shape']}": f"{row['ms']:.2f} ({row['latency_ms']:.2f})"
-        for row in load(f"inference-flags-{H200}")["rows"]
-        if row["variant"] in names
-    }
-
-
 def run_of(results: dict, row: dict) -> str | None:
     """The commit that was measured: a row of another run than the file's has its own."""
     return row.get("commit", results.get("versions", {}).get("commit"))
@@ -315,7 +301,7 @@ def numbers() -> dict[str, str]:
     found["resnet"] = f"{speedup(load(f'resnet-{H100}')['steps']):.2f}"
     for who, row in steps()["decoder"].items():
         found[f"decoder_{who}_gb"] = f"{row['temp_bytes'] / 1e9:.1f}"
-    found |= of_others() | sources() | waits() | traces()
+    found |= of_others() | sources() | traces()
     by_hand = one_line()["Llama-type decoder by hand"]
     found |= {"llama_plain_gb": f"{by_hand.plain_gb:.1f}", "llama_gb": f"{by_hand.gb:.1f}"}
     differences = load(f"resnet-{H100}")["differences"]
