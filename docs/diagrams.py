@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
+from benchmarks import numbers
 from benchmarks.plot import THEMES, Theme, write_changed
 
 WIDTH = 360
@@ -158,10 +159,42 @@ def choice(picture: Picture) -> int:
     return int(y) + 36
 
 
+# The kernels of a layer of BERT in their order: a label, a part of `numbers.LAUNCHES`, and a weight
+# within the part. The weights of products are their operations.
+STARTS = [("queries, keys, values", "products", 3), ("attention", "attention", 1)]
+STARTS += [("output", "products", 1), ("norm", "norms", 1)]
+ENDS = [("feed-forward, down", "products", 4), ("norm", "norms", 1)]
+LAYERS = {
+    "ours": [*STARTS, ("feed-forward, up; gelu", "activation", 1), *ENDS],
+    "torch": [*STARTS, ("feed-forward, up", "products", 4), ("gelu", "activation", 1), *ENDS],
+}
+
+
+def layer(picture: Picture) -> int:
+    """The kernels of a layer of BERT over time. The last box is what is not of one layer."""
+    times, scale, top = numbers.sources(), 0.8, 24
+    for us in range(0, 600, 100):
+        picture.text(32, top + scale * us + 4, str(us) if us else "0 µs", 11, "end")
+    for who, title, x in (("ours", "jax_fastops", 40), ("torch", "compiled PyTorch", 202)):
+        kernels = LAYERS[who]
+        picture.text(x + 77, 14, title, bold=True)
+        y, end = top, top + scale * float(times[f"layer_{who}_all_us"])
+        for label, part, weight in kernels:
+            total = sum(w for _, p, w in kernels if p == part)
+            height = scale * float(times[f"layer_{who}_{part}_us"]) * weight / total
+            is_kernel = who == "ours" and part != "products"
+            picture.box(x, round(y, 1), 154, round(height, 1), [label], "kernel" * is_kernel)
+            y += height
+        picture.box(x, round(y, 1), 154, round(end - y, 1))
+        picture.text(x + 77, round(end) + 16, f"{times[f'layer_{who}_all_us']} µs", bold=True)
+    return round(end) + 26
+
+
 PICTURES: dict[str, tuple[Callable[[Picture], int], str]] = {
     "block": (block, "Operations of a transformer's block, and the ops that replace them"),
     "chunks": (chunks, "The loss is computed by chunks of tokens; one part of the logits exists"),
     "mesh": (mesh, "A layer norm on a mesh of two by two devices"),
+    "layer": (layer, "Kernels of a layer of BERT over time: seven, and eight of compiled PyTorch"),
     "choice": (choice, "Which implementation a call takes"),
 }
 

@@ -139,6 +139,10 @@ class Explanation:
         """The table, in a notebook."""
         return f"{_tables.as_html(self._rows())}<p>{self._summary()}</p>"
 
+    def to_markdown(self) -> str:
+        """The table in Markdown, with whole paths, and the summary: for an issue or a log."""
+        return f"{_tables.as_markdown(self._rows())}\n\n{self._summary()}"
+
     def _alike(self) -> list[OpCall]:
         """The calls, where equal ones, as those of equal layers, are one."""
         counts: Counter[OpCall] = Counter()

@@ -1,4 +1,4 @@
-"""Tables of ``explain`` and of ``autofuse.report``, as text and for notebooks."""
+"""Tables of ``explain`` and of ``autofuse.report``: as text, for notebooks and as Markdown."""
 
 from __future__ import annotations
 
@@ -62,6 +62,12 @@ def as_html(rows: Sequence[tuple[str, ...]]) -> str:
         lines.append(f"<tr>{''.join(cells)}</tr>")
     # The class is that of pandas' tables, for which notebooks and pages have a style.
     return f'<table class="dataframe">{"".join(lines)}</table>' if rows else ""
+
+
+def as_markdown(rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [" | ".join(cell.replace("|", r"\|") for cell in row) for row in _with_places(rows)]
+    lines[1:1] = [" | ".join("---" for _ in row) for row in rows[:1]]
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def size(n: int) -> str:

@@ -55,6 +55,7 @@ def test_a_report_is_at_most_100_columns_wide():
 def test_an_empty_report():
     report = fo.autofuse.report(jnp.sin)(X)
     assert str(report) == report._repr_html_().removeprefix("<p>").removesuffix("</p>")
+    assert report.to_markdown() == "0 patterns replaced"
 
 
 class Cells(html.parser.HTMLParser):
@@ -86,6 +87,24 @@ def test_the_html_of_a_report():
     assert replaced[0] == ["pattern", "result", "saves", "where", "why"]
     assert replaced[1] == [LONG.replaced[0].pattern, "float32[2,3]", "1 GB", PATH, WORDS]
     assert missed[2] == ["softmax", LONG.missed[1].reason] and len(missed) == 3  # empty cells
+
+
+def test_the_markdown_of_a_report():
+    """Two tables, with all of the text. Pipes are escaped."""
+    replaced = Replaced("gelu", PATH, (2, 3), "float32", 24, "x | y")
+    assert FuseReport((replaced,), LONG.missed[1:]).to_markdown().splitlines() == [
+        "1 pattern replaced",
+        "",
+        "| pattern | result | saves | where | why |",
+        "| --- | --- | --- | --- | --- |",
+        rf"| gelu | float32[2,3] | 24 B | {PATH} | x \| y |",
+        "",
+        "1 pattern left",
+        "",
+        "| pattern | up to | where | why |",
+        "| --- | --- | --- | --- |",
+        f"| softmax |  |  | {LONG.missed[1].reason} |",
+    ]
 
 
 @pytest.mark.parametrize("jitted", [False, True])

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import functools
+import importlib
 import json
 import math
 import pathlib
@@ -510,6 +511,19 @@ def test_the_chart_of_inference_leaves_out_programs_without_kernels(tmp_path, mo
     monkeypatch.setattr(pages, "load", lambda name: results)
     words = readme.words(pages.job(tmp_path / "chart", "inference", "a forward", "torch")[0])
     assert "8 x 128" in words and "1 x 32" not in words
+
+
+def test_the_picture_of_a_layer(monkeypatch):
+    """A box is as long as its time and no lower than its text, and the parts fit into the whole."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    diagrams = importlib.import_module("diagrams")
+    picture, times = diagrams.Picture(diagrams.THEMES[0]), numbers.sources()
+    diagrams.layer(picture)
+    shapes = [re.findall(r" (?:x|height)='([-\d.]+)'", s) for s in picture.shapes if "<rect" in s]
+    for who, x, count in (("ours", "40", 7), ("torch", "202", 8)):
+        *heights, rest = [float(height) for left, height in shapes if left == x]
+        assert len(heights) == count and min(heights) >= 13 and rest >= 0
+        assert heights[1] == pytest.approx(0.8 * float(times[f"layer_{who}_attention_us"]), abs=0.1)
 
 
 # ---- floors --------------------------------------------------------------------------------------

@@ -622,6 +622,31 @@ def test_sampling(native):
     )
 
 
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_top_p(native, top_k):
+    """Each new token is one of the fewest whose probabilities add up, and all of them are drawn."""
+
+    def kept(logits, top_p):
+        order = np.argsort(-logits)[:top_k]
+        sums = np.cumsum(np.exp(logits[order] / 2.0, dtype=np.float64))
+        return set(order[: 1 + np.searchsorted(sums, top_p * sums[-1])].tolist())
+
+    params, tokens = start(CONFIG), np.repeat(batch()["tokens"], 500, axis=0)
+    run = functools.partial(generate, params, tokens, CONFIG, length=2, top_k=top_k)
+    counts = []
+    for top_p in (1e-9, 0.3, 0.6):
+        new, _ = run(key=jax.random.key(6), temperature=2.0, top_p=top_p)
+        whole = np.concatenate([tokens, new], 1)
+        logits = decoder.logits(params, hidden_of(params, whole), CONFIG)
+        logits = np.asarray(logits)[:, SEQUENCE - 1 : -1]
+        for row, mine in zip(logits, np.asarray(new), strict=True):
+            assert all(t in kept(x, top_p) for x, t in zip(row, mine.tolist(), strict=True))
+        drawn = set(np.asarray(new)[:500, 0].tolist())
+        assert drawn == kept(logits[0, 0], top_p)
+        counts.append(len(drawn))
+    assert 1 == counts[0] < counts[1] < counts[2] < (top_k or CONFIG.vocab_size)
+
+
 # ---- several devices -----------------------------------------------------------------------------
 
 SHARDED = {
@@ -757,7 +782,7 @@ def test_generation_over_a_mesh(native, over, kind, name):
         return collectives(program.as_text())
 
     sampled = dict(key=jax.random.key(3), temperature=0.5)
-    run(["tokens", "mask"], 1, top_k=3, **sampled)
+    run(["tokens", "mask"], 1, top_k=3, top_p=0.9, **sampled)
     # The prompt, and the loop over new tokens: as in `test_mesh`, and the logits.
     layers = 1 if config.scan else config.layers
     reduced, gathered = 2 * tensor * (1 + 2 * layers), 2 * tensor + 2 * layers * sequence
@@ -924,6 +949,16 @@ HOLE, EMPTY = np.array([[1, 1, 1], [1, 0, 1]]), np.array([[0, 1, 1], [0, 0, 0]])
         (dict(sampled=True, temperature=[1.0]), ValueError, r"temperature has shape \(1,\)"),
         (dict(sampled=True, top_k=2.0), TypeError, r"top_k is 2\.0; it must be an integer"),
         (dict(sampled=True, top_k=-1), ValueError, "top_k is -1; it must be 1 or more"),
+        (
+            dict(sampled=True, top_p=0),
+            ValueError,
+            r"top_p is 0\.0; it must be above 0, and at most",
+        ),
+        (dict(sampled=True, top_p=1.5), ValueError, r"top_p is 1\.5; it must be above 0, and at"),
+        (dict(sampled=True, top_p=np.nan), ValueError, "top_p is nan; it must be above 0"),
+        (dict(sampled=True, top_p="1"), TypeError, "top_p is of type str"),
+        (dict(sampled=True, top_p=[0.5]), ValueError, r"top_p has shape \(1,\)"),
+        (dict(top_p=0.5), ValueError, r"top_p is 0\.5, but key is None; sampling needs a key"),
         (dict(temperature=0.5), ValueError, r"temperature is 0\.5, but key is None"),
         (dict(temperature=1), ValueError, r"temperature is 1\.0, but key is None"),
         (dict(top_k=3), ValueError, "top_k is 3, but key is None; sampling needs a key"),
@@ -987,7 +1022,7 @@ def test_strict_settings(which):
     def run(params, given):
         both = step(config, ops)(params, **given)
         new = functools.partial(decoder.generate, params, given["tokens"], mask=mask, **options)
-        return both, new(), new(key=jax.random.key(1), temperature=0.5, top_k=3)
+        return both, new(), new(key=jax.random.key(1), temperature=0.5, top_k=3, top_p=0.9)
 
     with fo.use_implementation("xla" if which == "xla" else "native"):
         assert_strict(run, params, given)

@@ -583,6 +583,14 @@ def test_the_text_is_a_table(native):
     assert summary == "1 call, 1 by kernel; 8.19 kB kept for the backward"
 
 
+def test_the_markdown_of_an_explanation(native):
+    head, rule, row, empty, summary = fo.explain(fo.relu)(X).to_markdown().splitlines()
+    assert head == "| op | operands | runs | calls | kept | where | why |"
+    assert rule == "| --- | --- | --- | --- | --- | --- | --- |"
+    assert row.startswith("| relu | float32[1024,64] | kernel | 1 |  | ") and row.endswith(" |")
+    assert (empty, summary) == ("", "1 call, 1 by kernel; 0 B kept for the backward")
+
+
 def test_equal_calls_are_one_row(native):
     def layers(x):
         for _ in range(3):

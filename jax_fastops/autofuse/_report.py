@@ -91,6 +91,11 @@ class FuseReport:
         """The tables, in a notebook."""
         return "".join(f"<p>{title}</p>{_tables.as_html(rows)}" for title, rows in self._tables())
 
+    def to_markdown(self) -> str:
+        """The tables in Markdown, with whole paths and operations: for an issue or a log."""
+        parts = ((title, _tables.as_markdown(rows)) for title, rows in self._tables())
+        return "\n\n".join(filter(None, (part for both in parts for part in both)))
+
     def _tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
         """The titles and rows of the tables. The first row has the names of columns."""
         rows: list[tuple[str, ...]] = [("pattern", "result", "saves", "where", "why")]

@@ -72,14 +72,16 @@ class Checks(NamedTuple):
         except OverflowError:
             raise ValueError(f"{self.model}: {name} is {value}, which no float can hold") from None
 
-    def scalar(self, name: str, value) -> Any:
-        """A float that is 0 or more, and finite, or a traced number."""
+    def scalar(self, name: str, value, *, share: bool = False) -> Any:
+        """A finite float, 0 or more, or a traced number. A share is above 0, and at most 1."""
         if shape := np.shape(value):
             raise ValueError(f"{self.model}: {name} has shape {shape}; it must be one number")
         if isinstance(value, Tracer):
             self.array(name, value, (jnp.floating, jnp.integer), "floats or integers")
             return value
         value = self.number(name, np.asarray(value).item())
+        if share and not 0 < value <= 1:
+            raise ValueError(f"{self.model}: {name} is {value}; it must be above 0, and at most 1")
         self.finite(**{name: value})
         return value
 

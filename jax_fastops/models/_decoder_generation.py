@@ -26,6 +26,7 @@ class Plan(NamedTuple):
     key: Any
     temperature: Any
     top_k: int | None
+    top_p: Any
 
     def token(self, logits, step):
         """The tokens of a step, by their logits."""
@@ -36,10 +37,16 @@ class Plan(NamedTuple):
         temperature = jnp.asarray(temperature, logits.dtype)
         key = jax.random.fold_in(self.key, step)
         scaled = logits / jnp.maximum(temperature, 1e-30)  # finite, if logits are below 1e8
-        if self.top_k is None:
+        if self.top_k is None and self.top_p is None:
             token = jax.random.categorical(key, scaled)
         else:
-            values, index = jax.lax.top_k(scaled, self.top_k)
+            values, index = jax.lax.top_k(scaled, self.top_k or logits.shape[-1])
+            if self.top_p is not None:
+                # Summed from the least probable one, so that the sums of a long tail are accurate.
+                # If rounding leaves none, `categorical` takes the first.
+                rest = jax.lax.cumsum(jax.nn.softmax(values), axis=1, reverse=True)
+                top_p = jnp.asarray(self.top_p, logits.dtype)
+                values = jnp.where(rest > 1 - top_p, values, -jnp.inf)
             place = jax.random.categorical(key, values)[:, None]
             token = jnp.take_along_axis(index, place, axis=1)[:, 0]
         return jnp.where(temperature > 0, token.astype(jnp.int32), best)
@@ -96,7 +103,7 @@ def _aligned(tokens, mask) -> tuple[Any, Any]:
     return tokens, jnp.take_along_axis(mask, place, axis=1)
 
 
-def checked_plan(length, end, key, temperature, top_k, config: Config) -> Plan:
+def checked_plan(length, end, key, temperature, top_k, top_p, config: Config) -> Plan:
     """Checks the arguments. The result has no key if nothing is drawn."""
     length = _CHECK.integer("length", length, 1)
     ends = _end_tokens(end, config)
@@ -105,11 +112,14 @@ def checked_plan(length, end, key, temperature, top_k, config: Config) -> Plan:
         top_k = min(_CHECK.integer("top_k", top_k, 1), config.vocab_size)
     if temperature is not None:
         temperature = _CHECK.scalar("temperature", temperature)
+    if top_p is not None:
+        top_p = _CHECK.scalar("top_p", top_p, share=True)
     greedy = not isinstance(temperature, Tracer) and temperature == 0
-    for name, value in {"top_k": top_k, "temperature": None if greedy else temperature}.items():
+    drawn = dict(top_k=top_k, top_p=top_p, temperature=None if greedy else temperature)
+    for name, value in drawn.items():
         if key is None and value is not None:
             raise ValueError(f"decoder: {name} is {value}, but key is None; sampling needs a key")
-    return Plan(length, ends, None if greedy else key, temperature, top_k)
+    return Plan(length, ends, None if greedy else key, temperature, top_k, top_p)
 
 
 def _end_tokens(end, config: Config) -> jax.Array:

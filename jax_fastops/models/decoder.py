@@ -15,7 +15,8 @@ The examples need ``import jax, jax.numpy as jnp`` and ``from jax_fastops.models
 :mod:`jax_fastops.models.decoder_checkpoint` reads and writes Hugging Face's checkpoints.
 
 Sources: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models"; Yang et al., "Qwen3
-Technical Report"; Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding".
+Technical Report"; Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding";
+Holtzman et al., "The Curious Case of Neural Text Degeneration" (``top_p``).
 """
 
 from __future__ import annotations
@@ -370,7 +371,6 @@ def _labels_of(labels, ids, inside):
     max_new_tokens="pass length",
     max_length="pass length, the number of new tokens",
     eos_token_id="pass end",
-    top_p="sampling has top_k and temperature",
 )
 def generate(
     params: dict[str, Any],
@@ -382,6 +382,7 @@ def generate(
     key: ArrayLike | None = None,
     temperature: ArrayLike | None = None,
     top_k: int | None = None,
+    top_p: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     ops: Ops = FASTOPS,
 ) -> tuple[jax.Array, jax.Array]:
@@ -405,6 +406,10 @@ def generate(
         number is not checked: NaN and negative numbers count as 0.
       top_k: samples among so many of the most probable tokens. It needs a ``key``. ``None``: among
         all.
+      top_p: a number above 0, at most 1: samples among the fewest most probable tokens whose
+        probabilities add up to this number or more, after ``temperature``, and of those of
+        ``top_k``. It needs a ``key``. ``None``: among all. A traced number is not checked: NaN and
+        numbers up to 0 take the most probable token, and those above 1 count as 1.
       mask: booleans or integers ``[batch, sequence]``: True or 1 for a token, False or 0 for
         padding. Default: no padding. The tokens of a prompt must follow each other, and there must
         be at least one. A traced mask is not checked: tokens do not attend to padding between them,
@@ -427,7 +432,7 @@ def generate(
     if ids.shape[1] == 0:
         raise ValueError(f"decoder: tokens has shape {ids.shape}; it must have 1 token or more")
     _generation.check_prompts(tokens, mask, config)
-    plan = _generation.checked_plan(length, end, key, temperature, top_k, config)
+    plan = _generation.checked_plan(length, end, key, temperature, top_k, top_p, config)
     return _generation.continued(params, _head(params), ids, inside, config, plan, ops)
 
 
