@@ -31,13 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--length", type=loop.positive, default=100, metavar="N", help="new tokens (default: 100)")
     add("--temperature", type=float, default=0.0, metavar="T", help="(default: 0, no sampling)")
     add("--top-k", type=loop.positive, metavar="K", help="sample among K tokens (default: all)")
+    add("--top-p", type=float, metavar="P", help="among those that add up to P (default: all)")
     add("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on a CPU)")
     options = parser.parse_args(argv)
     if not options.temperature >= 0:
         loop.fail(parser, f"--temperature is {options.temperature}; it must be 0 or more")
-    if options.top_k and not options.temperature:
-        loop.fail(parser, "--top-k needs --temperature")
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        loop.fail(parser, f"--top-p is {options.top_p}; it must be above 0, and at most 1")
+    if (options.top_k or options.top_p) and not options.temperature:
+        loop.fail(parser, "--top-k and --top-p need --temperature")
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     try:
         loop.check_folder(options.folder, "decoder")
@@ -57,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.temperature:
         key = jax.random.key(options.seed)
         sampling = dict(key=key, temperature=options.temperature, top_k=options.top_k)
+        sampling |= {} if options.top_p is None else dict(top_p=options.top_p)
     generate = jax.jit(decoder.generate, static_argnames=("config", "length", "end", "top_k"))
     arguments = dict(length=options.length, mask=mask, end=ends(options.folder), **sampling)
     compiled = generate.lower(params, tokens, config, **arguments).compile()

@@ -198,7 +198,8 @@ def test_generation(example, tmp_path, capsys):
     assert first.startswith(prompts[0]) and second.startswith(prompts[1])
     assert main([str(folder), prompts[1], "--length=6"]) == 0
     assert capsys.readouterr().out.splitlines() == [second]
-    assert main([str(folder), prompts[1], "--length=6", "--temperature=1", "--top-k=5"]) == 0
+    sampled = ["--temperature=1", "--top-k=5", "--top-p=0.9"]
+    assert main([str(folder), prompts[1], "--length=6", *sampled]) == 0
     with pytest.raises(SystemExit):
         main([str(tmp_path), "text"])
     error = capsys.readouterr().err  # also the two lines of the last run
