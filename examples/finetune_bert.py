@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     passes = options.steps * job.size / job.count
     console.print(
         f"{len(tokens)} rows of {job.length} tokens; {(tokens > 0).mean():.1%} is not padding; "
-        f"{passes:.3g} passes over the texts",
+        f"{passes:,.1f} passes over the texts",
         highlight=False,
     )
     if (unknown := job.unknown()) > 0.1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 import weakref
 
@@ -11,6 +10,8 @@ import jax
 import jax.core
 from jax.extend import source_info_util
 from jax.sharding import PartitionSpec
+
+from jax_fastops._tables import is_installed
 
 try:
     from jax.experimental import jet
@@ -100,11 +101,6 @@ def as_one_primitive(function, name: str):
     function.__name__ = function.__qualname__ = name
     function._apply_primitive = True
     return function
-
-
-def is_installed(path: str) -> bool:
-    """Whether a file is one of an installed package, and not of the user's program."""
-    return any(f"{os.sep}{name}-packages{os.sep}" in path for name in ("site", "dist"))
 
 
 def source_line(equation) -> str:

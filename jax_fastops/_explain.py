@@ -28,7 +28,6 @@ from jax.sharding import AxisType, get_abstract_mesh
 
 from jax_fastops import _tables
 from jax_fastops._arguments import array_leaves, check_function, placed, selected
-from jax_fastops._compat import is_installed
 from jax_fastops._dispatch import Choice, Decision, lowering_platform
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -65,7 +64,8 @@ class OpCall:
       kernel: whether the call takes the kernel, in forward and backward if the function
         differentiates it.
       reason: why it does, or why not.
-      where: the file and line of the call, or of what calls an installed package that makes it.
+      where: the file and line of the call. For one inside of an installed package, the line of
+        the program that calls the package.
       differentiated: whether the function differentiates the call.
       calls: how often it runs. The body of a ``while`` loop and each branch of a ``cond`` count
         once.
@@ -144,7 +144,7 @@ class Explanation:
         return f"{_tables.as_markdown(self._rows())}\n\n{self._summary()}"
 
     def _alike(self) -> list[OpCall]:
-        """The calls, where equal ones, as those of equal layers, are one."""
+        """The calls. Equal ones, such as those of equal layers, are one."""
         counts: Counter[OpCall] = Counter()
         for call in self.calls:
             counts[dataclasses.replace(call, calls=0)] += call.calls
@@ -367,7 +367,7 @@ def at(where: Callable[[], str]):
 def _where() -> str:
     """File and line of the call: the innermost frame outside of JAX and of the op layer.
 
-    A frame of an installed package counts only if there is no other.
+    A frame of Python or of an installed package counts only if there is no other.
     """
     if _thread.where and (place := _thread.where()):
         return place
@@ -375,7 +375,7 @@ def _where() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_MODELS) or not name.startswith(_LIBRARIES):
-            is_own = name.startswith(_MODELS) or not is_installed(name)
+            is_own = name.startswith(_MODELS) or not _tables.is_installed(name)
             if is_own or not found:
                 near = os.path.relpath(name) if os.path.isfile(name) else name
                 found = f"{min(near, name, key=len)}:{frame.f_lineno}"

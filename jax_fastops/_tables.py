@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import html
+import os
 import re
+import sysconfig
 import textwrap
 from collections.abc import Sequence
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_PYTHON = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "scripts"))
 
 # Of a column that must be narrower than its text. The last one takes what is left.
 _WIDTHS = {"pattern": 24, "result": 20, "saves": 8, "up to": 22, "where": 24}
@@ -65,9 +70,23 @@ def as_html(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def as_markdown(rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [" | ".join(cell.replace("|", r"\|") for cell in row) for row in _with_places(rows)]
+    lines = [" | ".join(_escaped(cell) for cell in row) for row in _with_places(rows)]
     lines[1:1] = [" | ".join("---" for _ in row) for row in rows[:1]]
     return "\n".join(f"| {line} |" for line in lines)
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", r"\|").replace("<", "&lt;")
+
+
+def is_installed(place: str) -> bool:
+    """Whether a file is of Python, an installed package or this one's op layer.
+
+    The others are those of the user's program.
+    """
+    packages = (f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
+    layer = place.startswith(_HERE) and not place.startswith(os.path.join(_HERE, "models"))
+    return layer or place.startswith((*_PYTHON, "<frozen ")) or any(p in place for p in packages)
 
 
 def size(n: int) -> str:

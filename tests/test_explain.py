@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -605,7 +606,7 @@ def test_equal_calls_are_one_row(native):
 
 def test_the_place_is_outside_of_installed_packages(native):
     library = {}
-    code = "def apply(f, x):\n    return f(x)\n"
+    code = "def apply(f, x):\n    return f(x)\n\ndef main(explain, x):\n    return explain(x)\n"
     exec(compile(code, "/env/lib/site-packages/library.py", "exec"), library)
 
     def program(f, x):
@@ -615,6 +616,9 @@ def test_the_place_is_outside_of_installed_packages(native):
     assert only(functools.partial(program, fo.softmax), X).where.endswith(here)
     report = fo.autofuse.report(functools.partial(program, jax.nn.softmax))(X)
     assert [here in found.where for found in report.replaced] == [True]
+    with ThreadPoolExecutor() as pool:  # whose own frames are of Python
+        (call,) = pool.submit(library["main"], fo.explain(fo.softmax), X).result().calls
+    assert call.where.endswith("library.py:5")
 
 
 def test_a_terminal_gets_colors(native, monkeypatch):

@@ -8,7 +8,7 @@ weights:
 ``frozen``         the same with its parameters bound by `jax_fastops.freeze`
 ``constants``      the same with parameters that are constants of the program, and a result that has
                    the memory of the last one: a CUDA graph of PyTorch has both
-``packed``         ``ours`` with a ``token_capacity`` of 13/16 of the positions; 3/4 are tokens
+``packed``         ``frozen`` with a ``token_capacity`` of 13/16 of the positions; 3/4 are tokens
 ``plain``          the same model on `jax.nn`
 ``torch``          PyTorch: the same network compiled by Inductor with CUDA graphs
                    (``mode="reduce-overhead"``), with scaled_dot_product_attention
@@ -93,7 +93,7 @@ def jax_row(options, contender: str, shape: str, dtype: str, attention: str) -> 
     if contender == "constants":
         jax.config.update("jax_use_simplified_jaxpr_constants", False)  # or they are arguments
         program = in_place(functools.partial(forward, params))
-    elif contender == "frozen":
+    elif contender in ("frozen", "packed"):
         program = fo.freeze(forward, params)
     else:
         program = functools.partial(jax.jit(forward), params)

@@ -20,8 +20,8 @@ class Replaced:
 
     Attributes:
       pattern: its name, with ``"add + "`` or ``"bias + "`` if the op takes the sum before it too.
-      where: the file and line of its last operation, or of what calls an installed package that
-        has it.
+      where: the file and line of its last operation. For one inside of an installed package, the
+        line of the program that calls the package.
       shape: the shape of its result.
       dtype: the dtype of its result.
       why: why the call takes the kernel, after a note if the op gives another result somewhere.
@@ -68,7 +68,7 @@ class Missed:
 
 @dataclasses.dataclass(frozen=True)
 class FuseReport:
-    """What :class:`autofuse` does with a function. Its text is a table with one row for equal ones.
+    """What :class:`autofuse` does with a function. Its text has one row for equal patterns.
 
     Attributes:
       replaced: the patterns that ops replace, in the order of the program.
