@@ -78,6 +78,9 @@ ONE_HOT = {
     "where": lambda i, v: jnp.where(here(i, v), 1.0, 0.0),
     "one_hot": jax.nn.one_hot,
     "cast": lambda i, v: here(i, v).astype(jnp.float32),
+    "iota of all": lambda i, v: (
+        lax.broadcasted_iota(i.dtype, (*i.shape, v), i.ndim) == i[..., None]
+    ).astype(jnp.float32),
     "integers": lambda i, v: jax.nn.one_hot(i, v, dtype=jnp.int32),
     "other values": lambda i, v: 1 - (jnp.arange(v) != i[..., None]).astype(jnp.float32),
     "stopped": lambda i, v: lax.stop_gradient(jax.nn.one_hot(i, v)),
@@ -329,7 +332,7 @@ NEAR_MISSES = {
         "the value is used elsewhere",
     ),
     "narrow": (
-        lambda x: -jnp.sum(onehot(LABELS, V) * log_p(x.astype(jnp.bfloat16)), -1),
+        lambda x: -jnp.sum(onehot(LABELS, V) * log_p(x).astype(jnp.bfloat16), -1),
         "bfloat16 is narrower than the result's float32",
     ),
     "negative smoothing": (
@@ -389,6 +392,17 @@ def test_near_misses(name):
         assert NAME not in replaced
         assert any(name == NAME and why.startswith(reason) for name, why in missed)
     check(f, X, tolerance=0.05 if name == "narrow" else 1e-5)
+
+
+def test_narrow_logits():
+    """The loss of logits in bfloat16 is that in float32, and not rounded between."""
+    x = X.astype(jnp.bfloat16)
+
+    def f(x):
+        return -jnp.sum(onehot(LABELS, V) * log_p(x), -1)
+
+    assert report(f, x)[0] == [NAME]
+    np.testing.assert_allclose(jax.jit(fo.autofuse(f))(x), f(x.astype(jnp.float32)), rtol=1e-5)
 
 
 def test_a_narrow_dtype_of_labels():

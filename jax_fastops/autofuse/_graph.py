@@ -52,10 +52,12 @@ def _nodes_of(step: Node) -> list[Node]:
     """What an equation computes, as nodes.
 
     A ``dot_general`` that sums a product is a product and its sum. A ``psum`` over axes that
-    ``vmap`` maps is a sum of each operand.
+    ``vmap`` maps is a sum of each operand. An ``iota`` of several dimensions is a broadcast one.
     """
     if step.name == "psum" and all(isinstance(axis, int) for axis in step.params["axes"]):
         return _sums(step) if step.params["axis_index_groups"] is None else [step]
+    if step.name == "iota" and len(step.outputs[0].shape) > 1:
+        return _broadcast_iota(step) if step.params.get("sharding") is None else [step]
     if step.name != "dot_general":
         return [step]
     numbers = step.params["dimension_numbers"]
@@ -70,6 +72,19 @@ def _nodes_of(step: Node) -> list[Node]:
     step.name, step.params, step.inputs = "reduce_sum", {"axes": left}, product.outputs
     step.code = None
     return [product, step]
+
+
+def _broadcast_iota(step: Node) -> list[Node]:
+    aval, axis = step.outputs[0].aval, step.params["dimension"]
+    counting = Node(step.equation, step.inputs, step.callers)
+    shape = (aval.shape[axis],)
+    counting.params = step.params | {"shape": shape, "dimension": 0}
+    counting.outputs = [Value(jax.core.ShapedArray(shape, aval.dtype), counting)]
+    counting.outputs[0].is_array = False
+    step.name, step.inputs = "broadcast_in_dim", counting.outputs
+    step.params = {"shape": aval.shape, "broadcast_dimensions": (axis,), "sharding": None}
+    step.code = None
+    return [counting, step]
 
 
 def _sums(step: Node) -> list[Node]:

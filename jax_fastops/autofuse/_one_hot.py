@@ -349,8 +349,10 @@ class OneHotLossRule(Rule):
             if (state := _match(_Z_LOSS, len(x.map) - 1, value, x)) is None:
                 return None
             inner += (value, *state.inner)
+        # The op computes in float32, also the log-probabilities of narrow logits.
+        least = min(root.dtype, x.value.dtype, key=lambda dtype: dtype.itemsize)
         for value in inner:
-            if value.is_narrower_than(root.dtype):
+            if value.is_narrower_than(least):
                 return f"{value.dtype} is narrower than the result's {root.dtype}"
         nodes = {v.node for v in (*inner, root)}
         if any(v.is_used_outside(nodes) and v.size >= root.size for v in inner if v is not root):
