@@ -168,7 +168,16 @@ def rotary(x, y):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def gate(x, y):
+    """A gate of an LSTM in bfloat16, and its state in float32."""
+    w = jnp.ones((x.shape[-1], 8), jnp.bfloat16)
+    x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+    hidden = jax.nn.sigmoid(x @ w + (y @ w + jnp.ones(8, jnp.bfloat16)))
+    return hidden.astype(jnp.float32) * jnp.ones((*x.shape[:-1], 8))
+
+
 OTHERS = {
+    "gate of an LSTM": (gate, (X, Y)),
     "relative positions": (relative_positions, (TABLE,)),
     "adam": (adam, (X, Y)),
     "rotary": (rotary, (X, Y)),

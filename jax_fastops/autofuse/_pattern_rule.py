@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -63,6 +64,16 @@ def _has_operations(formula: Formula, values: Sequence[Value]) -> bool:
     """Whether values have the operations of a formula that are no sums, products and roots."""
     needs = formula.needs - {"root"}
     return bool(needs) and needs <= {v.node.name for v in values}
+
+
+def _reads_again(values: Sequence[Value]) -> bool:
+    """Whether two of the values are computed from the same one, as in each long formula.
+
+    Otherwise any product with a logistic function, as in an LSTM, would be nearly gelu.
+    """
+    nodes = {v.node for v in values if v.node.name != "convert_element_type"}
+    reads = Counter(x.source(narrowing=True).value for node in nodes for x in set(node.inputs))
+    return any(count > 1 for count in reads.values())
 
 
 def _has_means(value: Value) -> bool:
@@ -257,6 +268,7 @@ class PatternRule(Rule):
             part = len(set(matcher.seen)) / (1 + first.size)
             # Sums and products that are nearly a lerp are everywhere.
             near = part > 0.7 and first.size > 5 and _has_operations(first, matcher.seen)
+            near = near and _reads_again(matcher.seen)
             if near and (not {"root", "reduce_sum"} <= pattern.needs or _has_means(value)):
                 stopped = matcher.stopped
                 at = value if stopped is None or stopped.node is NO_EQUATION else stopped
