@@ -9,7 +9,7 @@ import sysconfig
 import textwrap
 from collections.abc import Sequence
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _PYTHON = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "scripts"))
 
 # Of a column that must be narrower than its text. The last one takes what is left.
@@ -85,7 +85,7 @@ def is_installed(place: str) -> bool:
     The others are those of the user's program.
     """
     packages = (f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
-    layer = place.startswith(_HERE) and not place.startswith(os.path.join(_HERE, "models"))
+    layer = place.startswith(_HERE) and not place.startswith(os.path.join(_HERE, "models", ""))
     return layer or place.startswith((*_PYTHON, "<frozen ")) or any(p in place for p in packages)
 
 
