@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 import weakref
@@ -11,7 +12,7 @@ import jax.core
 from jax.extend import source_info_util
 from jax.sharding import PartitionSpec
 
-from jax_fastops._tables import is_installed
+from jax_fastops import _places
 
 try:
     from jax.experimental import jet
@@ -103,17 +104,17 @@ def as_one_primitive(function, name: str):
     return function
 
 
-def source_line(equation) -> str:
+def source_line(*equations) -> str:
     """The user's file and line that made an equation, or an empty text.
 
-    It is the innermost line outside of installed packages, if there is one.
+    Others are of the calls that lead to it, the innermost first.
     """
-    try:
-        frames = source_info_util.summarize(equation.source_info, num_frames=10**6).split("\n")
-    except (ImportError, AttributeError, TypeError):
-        return ""
-    own = (frame for frame in reversed(frames) if not is_installed(frame))
-    return next(own, frames[-1]).split(" (")[0]
+    frames: list[str] = []
+    for equation in equations:
+        with contextlib.suppress(ImportError, AttributeError, TypeError):
+            text = source_info_util.summarize(equation.source_info, num_frames=10**6)
+            frames += reversed(text.split("\n"))
+    return _places.of_program(frames).split(" (")[0]
 
 
 def context_of(equation) -> tuple:

@@ -13,7 +13,6 @@ import functools
 import itertools
 import logging
 import math
-import os
 import sys
 import threading
 from collections import Counter
@@ -21,20 +20,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jaxlib
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import AxisType, get_abstract_mesh
 
-from jax_fastops import _tables
+from jax_fastops import _places, _tables
 from jax_fastops._arguments import array_leaves, check_function, placed, selected
 from jax_fastops._dispatch import Choice, Decision, lowering_platform
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_MODELS = os.path.join(_HERE, "models")
-# contextlib calls the functions that have a decorator of the op layer.
-_LIBRARIES = (_HERE, contextlib.__file__)
-_LIBRARIES += tuple(os.path.dirname(os.path.abspath(m.__file__ or "")) for m in (jax, jaxlib))
 _COLUMNS = ("op", "operands", "runs", "calls", "kept", "where", "why")
 
 # The session of `explain` in force in this thread, or 0. A user context is part of the key of jit's
@@ -282,7 +275,9 @@ def observe(op: str, args: Sequence) -> tuple[Sequence, tuple[int, int] | None, 
         return args, None, lambda decision, _: made is None or made.append(decision)
     flags = [x is not None for x in args]
     given = selected(args, flags)
-    record = _Record(op, tuple(jax.typeof(x).str_short() for x in given), _where())
+    where = _thread.where() if _thread.where else ""
+    operands = tuple(jax.typeof(x).str_short() for x in given)
+    record = _Record(op, operands, where or _places.of_caller())
     named = None
     if records is not None:
         named = number, len(records)
@@ -362,27 +357,6 @@ def decisions():
 def at(where: Callable[[], str]):
     """A context in which calls of ops are shown as at the place that a function gives."""
     return _in_thread("where", where)
-
-
-def _where() -> str:
-    """File and line of the call: the innermost frame outside of JAX and of the op layer.
-
-    A frame of Python or of an installed package counts only if there is no other.
-    """
-    if _thread.where and (place := _thread.where()):
-        return place
-    frame, found = sys._getframe(1), ""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_MODELS) or not name.startswith(_LIBRARIES):
-            is_own = name.startswith(_MODELS) or not _tables.is_installed(name)
-            if is_own or not found:
-                near = os.path.relpath(name) if os.path.isfile(name) else name
-                found = f"{min(near, name, key=len)}:{frame.f_lineno}"
-            if is_own:
-                break
-        frame = frame.f_back
-    return found
 
 
 _mark = Primitive("fastops_explained")

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import html
-import os
 import re
-import sysconfig
 import textwrap
 from collections.abc import Sequence
-
-_HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
-_PYTHON = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "scripts"))
 
 # Of a column that must be narrower than its text. The last one takes what is left.
 _WIDTHS = {"pattern": 24, "result": 20, "saves": 8, "up to": 22, "where": 24}
@@ -77,16 +72,6 @@ def as_markdown(rows: Sequence[tuple[str, ...]]) -> str:
 
 def _escaped(cell: str) -> str:
     return cell.replace("|", r"\|").replace("<", "&lt;")
-
-
-def is_installed(place: str) -> bool:
-    """Whether a file is of Python, an installed package or this one's op layer.
-
-    The others are those of the user's program.
-    """
-    packages = (f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
-    layer = place.startswith(_HERE) and not place.startswith(os.path.join(_HERE, "models", ""))
-    return layer or place.startswith((*_PYTHON, "<frozen ")) or any(p in place for p in packages)
 
 
 def size(n: int) -> str:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastops import _compat
-from jax_fastops._tables import is_installed
 from jax_fastops.autofuse import _numpy
 from jax_fastops.autofuse._meaning import (
     IN_NO_PATTERN,
@@ -121,9 +120,7 @@ class Value:
     @property
     def line(self) -> str:
         """The user's file and line of its equation, or of the call of the function that has it."""
-        equations = self.node.equation, *self.node.callers
-        lines = list(filter(None, map(_compat.source_line, equations)))
-        return next((line for line in lines if not is_installed(line)), (lines or [""])[0])
+        return _compat.source_line(self.node.equation, *self.node.callers)
 
     # ---- numbers and views
 
