@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sampling = {}
     if options.temperature:
         key = jax.random.key(options.seed)
-        sampling = dict(key=key, temperature=options.temperature, top_k=options.top_k)
-        sampling |= {} if options.top_p is None else dict(top_p=options.top_p)
+        sampling = dict(key=key, temperature=options.temperature)
+        sampling |= dict(top_k=options.top_k, top_p=options.top_p)
     generate = jax.jit(decoder.generate, static_argnames=("config", "length", "end", "top_k"))
     arguments = dict(length=options.length, mask=mask, end=ends(options.folder), **sampling)
     compiled = generate.lower(params, tokens, config, **arguments).compile()

@@ -116,9 +116,7 @@ def in_place(forward):
     def program(*args):
         nonlocal last
         if last is None:
-            last = jax.tree.map(
-                lambda a: jnp.empty(a.shape, a.dtype), jax.eval_shape(forward, *args)
-            )
+            last = jnp.empty_like(jax.eval_shape(forward, *args))
         last = call(last, *args)
         return last
 
